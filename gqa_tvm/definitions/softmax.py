@@ -1,0 +1,50 @@
+"""Softmax pieces that the naive and the online form share, so that they cannot drift apart."""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from .exponential import exp_nonpositive
+
+
+def empty_maximum():
+    """The running maximum of a row that has seen no key: the identity of te.max, finite, so that -inf - m is -inf."""
+    return tirx.min_value("float32")
+
+
+def shifted_exp(score, maximum):
+    """exp(score - maximum) for score <= maximum; 0 for a masked score (-inf), also when nothing was seen yet."""
+    return exp_nonpositive(score - maximum)
+
+
+def reciprocal_sum(total):
+    """1 / total, and 0 for a fully masked row (total 0), whose output is zeros."""
+    zero = tirx.const(0.0, "float32")
+    return tirx.Select(total == zero, zero, tirx.const(1.0, "float32") / total)
+
+
+def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool):
+    """One step of the online softmax over a block of keys.
+
+    scores_at: function (m, t) -> score. m_old, l_old: [M] running maximum and sum.
+    Computation: m = max(m_old, max_t s), alpha = exp(m_old - m), p = exp(s - m), l = alpha l_old + sum_t p.
+    Returns block maximum stage, m, alpha, p (in `shape`: [T_block, M] when rows_last, else [M, T_block]), l.
+    """
+    rows = m_old.shape[0]
+    t = te.reduce_axis((0, extent), name="t")
+    block_max = te.compute(
+        (rows,), lambda m: te.max(scores_at(m, t), axis=t), name="block_max"
+    )
+    m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
+    alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
+    at = (lambda a, b: (b, a)) if rows_last else (lambda a, b: (a, b))
+
+    def exponential(i, j):
+        m, key = at(i, j)
+        return shifted_exp(scores_at(m, key), m_new[m])
+
+    p = te.compute(shape, exponential, name="p")
+    t2 = te.reduce_axis((0, extent), name="t")
+    block_sum = te.compute((rows,), lambda m: te.sum(p[at(m, t2)], axis=t2), name="block_sum")
+    l_new = te.compute((rows,), lambda m: l_old[m] * alpha[m] + block_sum[m], name="l_new")
+    return m_new, alpha, p, l_new

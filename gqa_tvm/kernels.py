@@ -1,0 +1,65 @@
+"""Names of kernels: one string is symbol, tuning task, log key, bench row and test id."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Operation = Literal["append", "flash_prefill", "flash_decode", "naive"]
+CacheFormat = Literal["f32", "i8", "i4"]
+
+OPERATIONS: tuple[Operation, ...] = ("append", "flash_prefill", "flash_decode", "naive")
+CACHE_FORMATS: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
+# flash_decode keeps this many query rows in registers at once; a group that fits no tile exactly takes several.
+ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+_NAME = re.compile(
+    r"(?P<operation>append|flash_prefill|flash_decode|naive)_f32_(?P<cache>f32|i8|i4)_h(?P<head>\d+)(_r(?P<rows>\d+))?"
+)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """What is fixed when a kernel is compiled; every other size is a run-time number.
+
+    head_size: H. row_tile: query rows that share a register tile, flash_decode only (0 elsewhere).
+    """
+
+    operation: Operation
+    cache: CacheFormat
+    head_size: int
+    row_tile: int = 0
+
+    @property
+    def name(self) -> str:
+        suffix = f"_r{self.row_tile}" if self.row_tile else ""
+        return f"{self.operation}_f32_{self.cache}_h{self.head_size}{suffix}"
+
+    @property
+    def cache_planes(self) -> int:
+        """Values per stored element: 2 nibbles a byte for int4."""
+        return 2 if self.cache == "i4" else 1
+
+    @property
+    def cache_columns(self) -> int:
+        """Stored elements per cache row: H, or (H + 1) / 2 bytes for int4."""
+        return -(-self.head_size // self.cache_planes)
+
+    @staticmethod
+    def parse(name: str) -> KernelSpec:
+        """The spec of a kernel name; ValueError for anything else."""
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} is not a kernel name such as flash_decode_f32_i8_h128_r2")
+        rows = int(match["rows"] or 0)
+        return KernelSpec(match["operation"], match["cache"], int(match["head"]), rows)  # type: ignore[arg-type]
+
+
+def row_tile_for(group_size: int, rows: int) -> int:
+    """Row tile of flash_decode for `rows` = S x G query rows per KV head: one group, or an even share of a large one."""
+    largest = max(ROW_TILES)
+    if group_size <= largest:
+        return group_size
+    tiles = -(-group_size // largest)
+    return -(-group_size // tiles)

@@ -1,0 +1,1 @@
+"""SmolLM2 text generation on top of the GroupQueryAttention operator."""

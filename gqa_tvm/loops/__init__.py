@@ -1,0 +1,1 @@
+"""The loops that carry state around the tensor expressions of `definitions`."""

@@ -1,0 +1,116 @@
+"""Parameters that the attention kernels share, declared once."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+
+from ..definitions.kv_quantize import CACHE_DTYPES
+from ..kernels import KernelSpec
+
+
+class AttentionBuffers(NamedTuple):
+    """Tensor parameters of an attention kernel. Strides marked * are run-time numbers; the last axis is contiguous."""
+
+    query: object  # [B*, S*, N*, H] float32
+    key_cache: object  # [B*, N_kv*, C*, columns] cache dtype
+    value_cache: object  # [B*, N_kv*, C*, columns] cache dtype
+    past_lengths: object  # [B] int32, absolute position of query row 0
+    total_lengths: object  # [B] int32, keys an entry may see
+    positions: object  # [B, S] int64, rotary positions; [1, 1] when rotary is 0
+    cos: object  # [max positions, rotary_dim / 2] float32
+    sin: object
+    bias: object  # [B*, N*, S*, T] float32, broadcast axes have stride 0; [1, 1, 1, 1] without bias
+    head_sink: object  # [N] float32; [1] without sinks
+    k_scale: object  # [N_kv*, H*] float32, stride 0 where one scale serves all
+    v_scale: object
+    output: object  # [B, S, N, H] float32
+
+
+def _dimension(name: str):
+    variable = T.int64()
+    IRBuilder.name(name, variable)
+    return variable
+
+
+def _buffer(name: str, handle, shape, dtype="float32", strides=None):
+    # Callers' arrays have no alignment beyond their element size; TVM would assume 64 bytes.
+    size = {"float32": 4, "int32": 4, "int64": 8}.get(dtype, 1)
+    if strides is None:
+        buffer = T.match_buffer(handle, shape, dtype, align=size)
+    else:
+        names = tuple(
+            stride if isinstance(stride, int) else _dimension(f"{name}_{stride}") for stride in strides
+        )
+        buffer = T.match_buffer(handle, shape, dtype, strides=names, align=size)
+    IRBuilder.name(name, buffer)
+    return buffer
+
+
+def declare_cache(spec: KernelSpec, name: str, handle, batch, kv_heads, capacity):
+    """A key or value cache [B, N_kv, C, columns] with free outer strides."""
+    shape = (batch, kv_heads, capacity, spec.cache_columns)
+    return _buffer(name, handle, shape, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
+
+
+def declare_rows(spec: KernelSpec, name: str, handle, batch, tokens, heads):
+    """Query, key or value [B, S, heads, H] with free outer strides (a slice of packed QKV is one)."""
+    shape = (batch, tokens, heads, spec.head_size)
+    return _buffer(name, handle, shape, "float32", ("batch", "token", "head", 1))
+
+
+def declare_rotary(positions, cos, sin):
+    """Positions [B, S] and the two rotary tables; their shapes are free so that 1 x 1 stand-ins pass."""
+    batch, tokens = _dimension("position_batch"), _dimension("position_tokens")
+    rows, columns = _dimension("rotary_rows"), _dimension("rotary_columns")
+    return (
+        _buffer("positions", positions, (batch, tokens), "int64"),
+        _buffer("cos", cos, (rows, columns)),
+        _buffer("sin", sin, (rows, columns)),
+    )
+
+
+def declare_scale(spec: KernelSpec, name: str, handle, kv_heads):
+    """A scale as [N_kv, H]; a single one is the same view with strides 0."""
+    return _buffer(name, handle, (kv_heads, spec.head_size), "float32", ("head", "column"))
+
+
+def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
+    """Match the thirteen tensor handles of an attention kernel, in the order of `AttentionBuffers`."""
+    batch, tokens, heads = _dimension("B"), _dimension("S"), _dimension("N")
+    kv_heads, capacity = _dimension("N_kv"), _dimension("C")
+    h = AttentionBuffers(*handles)
+    positions, cos, sin = declare_rotary(h.positions, h.cos, h.sin)
+    bias_shape = tuple(_dimension(f"bias_{axis}") for axis in ("batch", "heads", "tokens", "keys"))
+    buffers = AttentionBuffers(
+        query=declare_rows(spec, "query", h.query, batch, tokens, heads),
+        key_cache=declare_cache(spec, "key_cache", h.key_cache, batch, kv_heads, capacity),
+        value_cache=declare_cache(spec, "value_cache", h.value_cache, batch, kv_heads, capacity),
+        past_lengths=_buffer("past_lengths", h.past_lengths, (batch,), "int32"),
+        total_lengths=_buffer("total_lengths", h.total_lengths, (batch,), "int32"),
+        positions=positions,
+        cos=cos,
+        sin=sin,
+        bias=_buffer(
+            "bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", 1)
+        ),
+        head_sink=_buffer("head_sink", h.head_sink, (_dimension("sinks"),)),
+        k_scale=declare_scale(spec, "k_scale", h.k_scale, kv_heads),
+        v_scale=declare_scale(spec, "v_scale", h.v_scale, kv_heads),
+        output=_buffer("output", h.output, (batch, tokens, heads, spec.head_size)),
+    )
+    return T.meta_var(buffers)
+
+
+class AttentionScalars(NamedTuple):
+    """Scalar parameters of an attention kernel: uniform run-time choices, so that no feature is a compiled variant."""
+
+    softmax_scale: object  # float32
+    softcap: object  # float32, 0 = off
+    window: object  # int32, keys a row sees including itself, -1 = all
+    causal: object  # int32, 0 or 1
+    rotary: object  # int32: ROTARY_OFF, ROTARY_HALF_SPLIT, ROTARY_INTERLEAVED
+    has_bias: object  # int32, 0 or 1
+    sink: object  # int32: SINK_NONE, SINK_SMOOTH, SINK_HEAD

@@ -1,0 +1,81 @@
+"""Score processing of a block as schedulable steps; each runs only when its feature needs it."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ..definitions import scores
+from .arguments import AttentionBuffers, AttentionScalars
+from .rows import RowBlock
+from .splice import alias, whole
+
+
+def _elementwise(name: str, block_scores, reads, value) -> None:
+    """scores[i, j] = value(i, j, scores[i, j]) as a block that a schedule can vectorise."""
+    with T.sblock(f"{name}_step"):
+        T.reads(whole(block_scores), *(whole(buffer) for buffer in reads))
+        T.writes(whole(block_scores))
+        target = alias(block_scores)
+        with T.grid(*block_scores.shape) as (i, j):
+            with T.sblock(name):
+                vi = T.axis.spatial(block_scores.shape[0], i)
+                vj = T.axis.spatial(block_scores.shape[1], j)
+                T.buffer_store(target, value(vi, vj, block_scores[vi, vj]), [vi, vj])
+
+
+def process_scores(
+    block_scores,
+    buffers: AttentionBuffers,
+    scalars: AttentionScalars,
+    rows: RowBlock,
+    first_row,
+    b,
+    key_begin,
+    rows_last: bool,
+) -> None:
+    """softcap, bias and mask in place on scores [T_block, M] (rows_last) or [M, T_block] of the keys from key_begin.
+
+    The mask is skipped when every row of the task sees the whole block.
+    """
+    extent = int(block_scores.shape[0 if rows_last else 1])
+    key_begin = T.bind(key_begin)
+    row_and_key = (lambda i, j: (first_row + j, i)) if rows_last else (lambda i, j: (first_row + i, j))
+
+    with T.If(scalars.softcap > T.float32(0)):
+        with T.Then():
+            _elementwise(
+                "softcap", block_scores, (), lambda i, j, s: scores.softcap(s, scalars.softcap)
+            )
+
+    bias_keys = buffers.bias.shape[3]
+
+    def biased(clamp: bool):
+        def value(i, j, score):
+            r, t = row_and_key(i, j)
+            key = tirx.Cast("int64", key_begin) + tirx.Cast("int64", t)
+            # Keys at or past T are masked below; their bias does not exist.
+            key = tirx.min(key, bias_keys - T.int64(1)) if clamp else key
+            where = [tirx.Cast("int64", rows.head[r]), tirx.Cast("int64", rows.token[r]), key]
+            return scores.add_bias(score, buffers.bias[b, where[0], where[1], where[2]])
+
+        return value
+
+    row_facts = (rows.head, rows.token)
+    with T.If(scalars.has_bias != 0):
+        with T.Then():
+            with T.If(tirx.Cast("int64", key_begin) + T.int64(extent) <= bias_keys):
+                with T.Then():
+                    _elementwise("bias", block_scores, row_facts, biased(clamp=False))
+                with T.Else():
+                    _elementwise("bias_tail", block_scores, row_facts, biased(clamp=True))
+
+    all_visible = tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
+    with T.If(tirx.Not(all_visible)):
+        with T.Then():
+
+            def masked(i, j, score):
+                r, t = row_and_key(i, j)
+                return scores.mask(score, key_begin + t, rows.first_key[r], rows.end_key[r])
+
+            _elementwise("mask", block_scores, (rows.first_key, rows.end_key), masked)

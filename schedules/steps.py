@@ -1,0 +1,127 @@
+"""Schedule steps shared by the targets: each takes a schedule and the names of blocks, and changes only those blocks."""
+
+from __future__ import annotations
+
+from tvm import s_tir
+
+from .block_sizes import BlockSizes, largest_divisor
+
+Schedule = s_tir.Schedule
+
+
+def _own_loops(sch: Schedule, block, count: int):
+    return sch.get_loops(block)[-count:]
+
+
+def has_block(sch: Schedule, name: str) -> bool:
+    """Whether the function has a block of this name (steps of absent features have none)."""
+    try:
+        sch.get_sblock(name)
+    except Exception:  # a ScheduleError of TVM, which derives from several classes
+        return False
+    return True
+
+
+def parallelize_tasks(sch: Schedule, block_name: str = "task") -> None:
+    """Run the tasks (the loops around the outermost block) on all threads."""
+    loops = sch.get_loops(sch.get_sblock(block_name))
+    sch.parallel(sch.fuse(*loops))
+
+
+def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) -> None:
+    """Vectorise the innermost axis of an elementwise block, `unroll` vectors at a time."""
+    loop = _own_loops(sch, sch.get_sblock(block_name), 1)[0]
+    extent = int(sch.get(loop).extent)
+    lanes = largest_divisor(extent, lanes)
+    vectors = largest_divisor(extent // lanes, unroll)
+    _, middle, inner = sch.split(loop, [None, vectors, lanes])
+    sch.unroll(middle)
+    sch.vectorize(inner)
+
+
+def decode_by_vectors(sch: Schedule, block_name: str, lanes: int) -> None:
+    """Decode a cache block [t, plane, column] so that one load of a vector serves every plane."""
+    _, plane, column = _own_loops(sch, sch.get_sblock(block_name), 3)
+    vectors, inner = sch.split(column, [None, lanes])
+    sch.reorder(vectors, plane, inner)
+    sch.unroll(vectors)
+    sch.unroll(plane)
+    sch.vectorize(inner)
+
+
+def reduce_down_columns(sch: Schedule, block_name: str, lanes: int, vectors: int) -> None:
+    """Reduce [t] for every row with the rows as lanes: `vectors` independent accumulators hide the latency."""
+    block = sch.get_sblock(block_name)
+    row, t = _own_loops(sch, block, 2)
+    extent = int(sch.get(row).extent)
+    _, middle, inner = sch.split(row, [None, largest_divisor(extent // lanes, vectors), lanes])
+    sch.reorder(t, middle, inner)
+    sch.unroll(middle)
+    sch.vectorize(inner)
+    sch.decompose_reduction(block, t)
+    _vectorize_init(sch, f"{block_name}_init")
+
+
+def _vectorize_init(sch: Schedule, block_name: str) -> None:
+    """Give the initialisation that decompose_reduction split off the tile's own loop kinds."""
+    loops = _own_loops(sch, sch.get_sblock(block_name), 1)
+    if sch.get(loops[-1]).kind != _VECTORIZED:
+        sch.vectorize(loops[-1])
+
+
+_VECTORIZED = 2
+
+
+def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "qk") -> None:
+    """Scores [t, m]: a tile of qk_key_tile keys x qk_row_vectors vectors of rows stays in registers over the head."""
+    block = sch.get_sblock(block_name)
+    t, m, plane, column = _own_loops(sch, block, 4)
+    rows = int(sch.get(m).extent)
+    t_outer, t_inner = sch.split(t, [None, sizes.qk_key_tile])
+    vectors = largest_divisor(rows // sizes.lanes, sizes.qk_row_vectors)
+    m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
+    sch.reorder(m_outer, t_outer, plane, column, t_inner, m_vectors, lane)
+    write_back = sch.cache_write(block, 0, "global")
+    sch.reverse_compute_at(write_back, t_outer, preserve_unit_loops=True)
+    _unroll_tile(sch, write_back, sizes.lanes)
+    for loop in (t_inner, m_vectors):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    sch.decompose_reduction(block, plane)
+
+
+def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv") -> None:
+    """acc [m, plane, column]: a tile of sv_row_tile rows x sv_column_vectors vectors stays in registers over the keys,
+    then the rescaled accumulator is added once."""
+    product, result = sch.get_sblock(f"{name}_product"), sch.get_sblock(name)
+    m, plane, column, t = _own_loops(sch, product, 4)
+    columns, rows = int(sch.get(column).extent), int(sch.get(m).extent)
+    m_outer, m_inner = sch.split(m, [None, largest_divisor(rows, sizes.sv_row_tile)])
+    vectors = largest_divisor(columns // sizes.lanes, sizes.sv_column_vectors)
+    c_outer, c_vectors, lane = sch.split(column, [None, vectors, sizes.lanes])
+    sch.reorder(plane, c_outer, m_outer, t, m_inner, c_vectors, lane)
+    sch.reverse_compute_at(result, m_outer, preserve_unit_loops=True)
+    _unroll_tile(sch, result, sizes.lanes)
+    for loop in (m_inner, c_vectors):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    sch.decompose_reduction(product, t)
+
+
+def _unroll_tile(sch: Schedule, block, lanes: int) -> None:
+    """Unroll the write-back of a register tile down to whole vectors."""
+    loops = sch.get_loops(block)
+    outer, inner = sch.split(loops[-1], [None, lanes])
+    sch.vectorize(inner)
+    sch.unroll(outer)
+    for loop in reversed(loops[:-1]):
+        if sch.get(loop).kind != 0 or not _is_tile_loop(sch, loop):
+            break
+        sch.unroll(loop)
+
+
+_LARGEST_TILE_SIDE = 32
+
+
+def _is_tile_loop(sch: Schedule, loop) -> bool:
+    return str(sch.get(loop).loop_var.name).startswith("ax")
