@@ -125,3 +125,73 @@ _LARGEST_TILE_SIDE = 32
 
 def _is_tile_loop(sch: Schedule, loop) -> bool:
     return str(sch.get(loop).loop_var.name).startswith("ax")
+
+
+def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intrinsic: str, padded: bool) -> None:
+    """Scores [m, t] of few rows: partial sums of row_tile x key_tile pairs in registers, each decoded key vector used
+    by all rows, then summed across lanes by the intrinsic."""
+    scores, partial = sch.get_sblock("qk"), sch.get_sblock("qk_partial")
+    m, t, lane = _own_loops(sch, scores, 3)
+    t_outer, t_inner = sch.split(t, [None, sizes.decode_key_tile(row_tile)])
+    sch.reorder(t_outer, m, t_inner, lane)
+    sch.compute_at(partial, t_outer, preserve_unit_loops=True)
+    zero = sch.decompose_reduction(scores, m)
+    sch.vectorize(_own_loops(sch, zero, 1)[0])
+    sch.tensorize(m, intrinsic)
+    t, m, lane, v, plane = _own_loops(sch, partial, 5)
+    # Key by key in memory order: the hardware prefetcher follows whole rows.
+    sch.reorder(t, v, plane, m, lane)
+    for loop in (t, v, plane, m):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    inline_or_decode(sch, "dequantize_k", sizes.lanes, padded)
+    init = sch.decompose_reduction(partial, v)
+    for loop in _own_loops(sch, init, 3)[:-1]:
+        sch.unroll(loop)
+
+
+def inline_or_decode(sch: Schedule, block_name: str, lanes: int, padded: bool) -> None:
+    """Decode cache elements where they are used; rows that need padding are decoded into a block first."""
+    if padded:
+        decode_by_vectors(sch, block_name, lanes)
+    else:
+        sch.compute_inline(sch.get_sblock(block_name))
+
+
+def tile_sv_for_few_rows(sch: Schedule, sizes: BlockSizes, row_tile: int, padded: bool) -> None:
+    """acc [m, plane, column] of few rows: all rows x as many column vectors as fit stay in registers over the keys."""
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
+    m, plane, column, t = _own_loops(sch, product, 4)
+    vectors = int(sch.get(column).extent) // sizes.lanes
+    planes = int(sch.get(plane).extent)
+    fitting = max(1, sizes.decode_accumulators // (row_tile * planes))
+    c_outer, c_vectors, lane = sch.split(column, [None, largest_divisor(vectors, fitting), sizes.lanes])
+    t_outer, t_inner = sch.split(t, [None, sizes.decode_sv_unroll])
+    sch.reorder(c_outer, t_outer, t_inner, c_vectors, plane, m, lane)
+    sch.reverse_compute_at(result, c_outer, preserve_unit_loops=True)
+    loops = sch.get_loops(result)
+    outer, inner = sch.split(loops[-1], [None, sizes.lanes])
+    for loop in (*loops[-3:-1], outer):
+        sch.unroll(loop)
+    sch.vectorize(inner)
+    for loop in (t_inner, c_vectors, plane, m):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    inline_or_decode(sch, "dequantize_v", sizes.lanes, padded)
+    sch.decompose_reduction(product, t_outer)
+
+
+def reduce_along_row(sch: Schedule, block_name: str, lanes: int) -> None:
+    """Reduce [t] of each row with the keys as lanes: lane-wise over the block, then across the lanes once."""
+    _, t = _own_loops(sch, sch.get_sblock(block_name), 2)
+    _, lane = sch.split(t, [None, lanes])
+    by_lane = sch.rfactor(lane, 1)
+    lane, row, step = _lane_row_step(sch, by_lane)
+    sch.reorder(row, step, lane)
+    sch.vectorize(lane)
+    sch.decompose_reduction(by_lane, step)
+
+
+def _lane_row_step(sch: Schedule, block):
+    row, step, lane = _own_loops(sch, block, 3)
+    return lane, row, step

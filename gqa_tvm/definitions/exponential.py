@@ -26,14 +26,17 @@ _MANTISSA_BITS = 23
 def exp_nonpositive(x):
     """e^x for float32 x <= 0, at most 2 ulp off; 0 below -87.3 (and for -inf), NaN for NaN."""
     f32 = lambda value: tirx.const(value, "float32")  # noqa: E731 - a typed literal
-    # The comparison is false for NaN, which therefore survives the clamp.
-    clamped = tirx.Select(x < f32(_SMALLEST), f32(_SMALLEST), x)
-    n = tirx_op.round(clamped * f32(_LOG2_E))
-    r = clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW)
+    score, clamped, n, r = (tirx.Var(name, "float32") for name in ("score", "clamped", "n", "r"))
     polynomial = f32(_COEFFICIENTS[0])
     for coefficient in _COEFFICIENTS[1:]:
         polynomial = polynomial * r + f32(coefficient)
     mantissa = polynomial * (r * r) + (r + f32(1.0))
     exponent = tirx.Cast("int32", n) + tirx.const(_EXPONENT_BIAS, "int32")
     power = tirx.reinterpret("float32", exponent << tirx.const(_MANTISSA_BITS, "int32"))
-    return tirx.Select(x < f32(_SMALLEST), f32(0.0), mantissa * power)
+    result = tirx.Select(score < f32(_SMALLEST), f32(0.0), mantissa * power)
+    # Bound by name: passes walk expressions as trees, and a shared node would be walked once per use.
+    result = tirx.Let(r, clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), result)
+    result = tirx.Let(n, tirx_op.round(clamped * f32(_LOG2_E)), result)
+    # The comparison is false for NaN, which therefore survives the clamp.
+    result = tirx.Let(clamped, tirx.Select(score < f32(_SMALLEST), f32(_SMALLEST), score), result)
+    return tirx.Let(score, x, result)

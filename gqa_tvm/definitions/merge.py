@@ -12,15 +12,9 @@ def weight(maximum, joint_maximum):
     return shifted_exp(maximum, joint_maximum)
 
 
-def join_sink(maximum, total, sink):
-    """(factor of acc, denominator) after a sink score joined the denominator of a finished row.
-
-    A sink is one more score without a value: head_sink, or 0 for smooth softmax. sink = -inf changes nothing.
-    """
-    joint = tirx.Select(sink > maximum, sink, maximum)
-    factor = weight(maximum, joint)
-    sink_weight = shifted_exp(sink, joint)
-    return factor, total * factor + sink_weight
+def joint_maximum(maximum, sink):
+    """Running maximum after a sink joined: one more score without a value (head_sink, or 0 for smooth softmax)."""
+    return tirx.Select(sink > maximum, sink, maximum)
 
 
 def normalise(factor, denominator):

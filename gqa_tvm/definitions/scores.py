@@ -14,11 +14,12 @@ def masked_score():
 
 def softcap(score, cap):
     """cap * tanh(score / cap), tanh through exp(-2|x|): odd, exact at 0, saturating without overflow."""
-    x = score / cap
-    decay = exp_nonpositive(tirx.abs(x) * tirx.const(-2.0, "float32"))
-    one = tirx.const(1.0, "float32")
-    magnitude = (one - decay) / (one + decay)
-    return cap * tirx.Select(x < tirx.const(0.0, "float32"), -magnitude, magnitude)
+    x, decay, magnitude = (tirx.Var(name, "float32") for name in ("x", "decay", "magnitude"))
+    one, zero = tirx.const(1.0, "float32"), tirx.const(0.0, "float32")
+    capped = cap * tirx.Select(x < zero, zero - magnitude, magnitude)
+    capped = tirx.Let(magnitude, (one - decay) / (one + decay), capped)
+    exponential = exp_nonpositive(tirx.abs(x) * tirx.const(-2.0, "float32"))
+    return tirx.Let(x, score / cap, tirx.Let(decay, exponential, capped))
 
 
 def add_bias(score, bias):

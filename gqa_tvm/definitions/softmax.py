@@ -28,7 +28,8 @@ def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool)
 
     scores_at: function (m, t) -> score. m_old, l_old: [M] running maximum and sum.
     Computation: m = max(m_old, max_t s), alpha = exp(m_old - m), p = exp(s - m), l = alpha l_old + sum_t p.
-    Returns block maximum stage, m, alpha, p (in `shape`: [T_block, M] when rows_last, else [M, T_block]), l.
+    Returns alpha, p (in `shape`: [T_block, M] when rows_last, else [M, T_block]), l, m; every output but alpha may
+    overwrite its input, in this order.
     """
     rows = m_old.shape[0]
     t = te.reduce_axis((0, extent), name="t")
@@ -47,4 +48,6 @@ def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool)
     t2 = te.reduce_axis((0, extent), name="t")
     block_sum = te.compute((rows,), lambda m: te.sum(p[at(m, t2)], axis=t2), name="block_sum")
     l_new = te.compute((rows,), lambda m: l_old[m] * alpha[m] + block_sum[m], name="l_new")
-    return m_new, alpha, p, l_new
+    # Last, so that a caller may let it overwrite m_old, which alpha still reads.
+    m_out = te.compute((rows,), lambda m: m_new[m], name="m_out")
+    return alpha, p, l_new, m_out

@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 
 from ..definitions.kv_quantize import encode, inverse_scale, pack_nibbles
 from ..kernels import KernelSpec
-from .arguments import _buffer, _dimension, declare_cache, declare_rotary, declare_rows, declare_scale
+from .arguments import buffer_parameter, dimension, declare_cache, declare_rotary, declare_rows, declare_scale
 from .rows import load_rotated
 
 
@@ -85,7 +85,7 @@ def append(spec: KernelSpec):
 
 
 def _declare(spec: KernelSpec, tensors, rotary, scales):
-    batch, tokens, kv_heads, capacity = (_dimension(n) for n in ("B", "S", "N_kv", "C"))
+    batch, tokens, kv_heads, capacity = (dimension(n) for n in ("B", "S", "N_kv", "C"))
     key, value, key_cache, value_cache, past_lengths = tensors
     positions, cos, sin = declare_rotary(*rotary)
     return T.meta_var(
@@ -94,7 +94,7 @@ def _declare(spec: KernelSpec, tensors, rotary, scales):
             "value": declare_rows(spec, "value", value, batch, tokens, kv_heads),
             "key_cache": declare_cache(spec, "key_cache", key_cache, batch, kv_heads, capacity),
             "value_cache": declare_cache(spec, "value_cache", value_cache, batch, kv_heads, capacity),
-            "past_lengths": _buffer("past_lengths", past_lengths, (batch,), "int32"),
+            "past_lengths": buffer_parameter("past_lengths", past_lengths, (batch,), "int32"),
             "positions": positions,
             "cos": cos,
             "sin": sin,

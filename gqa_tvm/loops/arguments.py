@@ -29,20 +29,20 @@ class AttentionBuffers(NamedTuple):
     output: object  # [B, S, N, H] float32
 
 
-def _dimension(name: str):
+def dimension(name: str):
     variable = T.int64()
     IRBuilder.name(name, variable)
     return variable
 
 
-def _buffer(name: str, handle, shape, dtype="float32", strides=None):
+def buffer_parameter(name: str, handle, shape, dtype="float32", strides=None):
     # Callers' arrays have no alignment beyond their element size; TVM would assume 64 bytes.
     size = {"float32": 4, "int32": 4, "int64": 8}.get(dtype, 1)
     if strides is None:
         buffer = T.match_buffer(handle, shape, dtype, align=size)
     else:
         names = tuple(
-            stride if isinstance(stride, int) else _dimension(f"{name}_{stride}") for stride in strides
+            dimension(f"{name}_{stride}") if isinstance(stride, str) else stride for stride in strides
         )
         buffer = T.match_buffer(handle, shape, dtype, strides=names, align=size)
     IRBuilder.name(name, buffer)
@@ -52,54 +52,56 @@ def _buffer(name: str, handle, shape, dtype="float32", strides=None):
 def declare_cache(spec: KernelSpec, name: str, handle, batch, kv_heads, capacity):
     """A key or value cache [B, N_kv, C, columns] with free outer strides."""
     shape = (batch, kv_heads, capacity, spec.cache_columns)
-    return _buffer(name, handle, shape, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
+    return buffer_parameter(name, handle, shape, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
 
 
 def declare_rows(spec: KernelSpec, name: str, handle, batch, tokens, heads):
     """Query, key or value [B, S, heads, H] with free outer strides (a slice of packed QKV is one)."""
     shape = (batch, tokens, heads, spec.head_size)
-    return _buffer(name, handle, shape, "float32", ("batch", "token", "head", 1))
+    return buffer_parameter(name, handle, shape, "float32", ("batch", "token", "head", 1))
 
 
 def declare_rotary(positions, cos, sin):
     """Positions [B, S] and the two rotary tables; their shapes are free so that 1 x 1 stand-ins pass."""
-    batch, tokens = _dimension("position_batch"), _dimension("position_tokens")
-    rows, columns = _dimension("rotary_rows"), _dimension("rotary_columns")
+    batch, tokens = dimension("position_batch"), dimension("position_tokens")
+    rows, columns = dimension("rotary_rows"), dimension("rotary_columns")
     return (
-        _buffer("positions", positions, (batch, tokens), "int64"),
-        _buffer("cos", cos, (rows, columns)),
-        _buffer("sin", sin, (rows, columns)),
+        buffer_parameter("positions", positions, (batch, tokens), "int64"),
+        buffer_parameter("cos", cos, (rows, columns)),
+        buffer_parameter("sin", sin, (rows, columns)),
     )
 
 
 def declare_scale(spec: KernelSpec, name: str, handle, kv_heads):
     """A scale as [N_kv, H]; a single one is the same view with strides 0."""
-    return _buffer(name, handle, (kv_heads, spec.head_size), "float32", ("head", "column"))
+    # TVM checks a free innermost stride only against an extent of its own width.
+    shape = (kv_heads, T.int64(spec.head_size))
+    return buffer_parameter(name, handle, shape, "float32", ("head", "column"))
 
 
 def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
     """Match the thirteen tensor handles of an attention kernel, in the order of `AttentionBuffers`."""
-    batch, tokens, heads = _dimension("B"), _dimension("S"), _dimension("N")
-    kv_heads, capacity = _dimension("N_kv"), _dimension("C")
+    batch, tokens, heads = dimension("B"), dimension("S"), dimension("N")
+    kv_heads, capacity = dimension("N_kv"), dimension("C")
     h = AttentionBuffers(*handles)
     positions, cos, sin = declare_rotary(h.positions, h.cos, h.sin)
-    bias_shape = tuple(_dimension(f"bias_{axis}") for axis in ("batch", "heads", "tokens", "keys"))
+    bias_shape = tuple(dimension(f"bias_{axis}") for axis in ("batch", "heads", "tokens", "keys"))
     buffers = AttentionBuffers(
         query=declare_rows(spec, "query", h.query, batch, tokens, heads),
         key_cache=declare_cache(spec, "key_cache", h.key_cache, batch, kv_heads, capacity),
         value_cache=declare_cache(spec, "value_cache", h.value_cache, batch, kv_heads, capacity),
-        past_lengths=_buffer("past_lengths", h.past_lengths, (batch,), "int32"),
-        total_lengths=_buffer("total_lengths", h.total_lengths, (batch,), "int32"),
+        past_lengths=buffer_parameter("past_lengths", h.past_lengths, (batch,), "int32"),
+        total_lengths=buffer_parameter("total_lengths", h.total_lengths, (batch,), "int32"),
         positions=positions,
         cos=cos,
         sin=sin,
-        bias=_buffer(
-            "bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", 1)
+        bias=buffer_parameter(
+            "bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", T.int64(1))
         ),
-        head_sink=_buffer("head_sink", h.head_sink, (_dimension("sinks"),)),
+        head_sink=buffer_parameter("head_sink", h.head_sink, (dimension("sinks"),)),
         k_scale=declare_scale(spec, "k_scale", h.k_scale, kv_heads),
         v_scale=declare_scale(spec, "v_scale", h.v_scale, kv_heads),
-        output=_buffer("output", h.output, (batch, tokens, heads, spec.head_size)),
+        output=buffer_parameter("output", h.output, (batch, tokens, heads, spec.head_size)),
     )
     return T.meta_var(buffers)
 

@@ -15,7 +15,6 @@ from .rows import (
     allocate_row_block,
     describe_rows,
     fold_scale,
-    i32,
     load_query_row,
     row_factor,
     store_output_row,
@@ -32,19 +31,19 @@ def dequantize_step(spec: KernelSpec, rows: int, columns: int, name: str):
     return make_step([cache_rows, last_row, decoded])
 
 
-def qk_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int):
+def qk_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, name: str = "qk"):
     query_t = te.placeholder((spec.cache_planes, columns, rows), name="query_t")
     keys = te.placeholder((kv_block, spec.cache_planes, columns), name="keys")
-    return make_step([query_t, keys, qk_gemm_rows_last(query_t, keys)])
+    return make_step([query_t, keys, qk_gemm_rows_last(query_t, keys, name)])
 
 
 def softmax_rows_last_step(kv_block: int, rows: int):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
-    m, alpha, p, l_new = online_softmax(
+    outputs = online_softmax(
         lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True
     )
-    return make_step([scores, m_old, l_old, m, alpha, p, l_new])
+    return make_step([scores, m_old, l_old, *outputs])
 
 
 def sv_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int):
@@ -77,7 +76,7 @@ def emit_softmax(step, scores, m, l, alpha):
     with T.sblock("softmax_step"):
         T.reads(whole(scores), whole(m), whole(l))
         T.writes(whole(scores), whole(m), whole(l), whole(alpha))
-        splice(step, [scores, m, l, alias(m), alpha, alias(scores), alias(l)])
+        splice(step, [scores, m, l, alpha, alias(scores), alias(l), alias(m)])
 
 
 def emit_sv(step, p, values, acc, beta):
@@ -88,7 +87,7 @@ def emit_sv(step, p, values, acc, beta):
         splice(step, [p, values, acc, beta, alias(acc)])
 
 
-def _clear_state(m, l, acc, rows: int):
+def clear_state(m, l, acc, rows: int):
     with T.serial(0, rows) as r:
         T.buffer_store(m, empty_maximum(), [r])
         T.buffer_store(l, T.float32(0), [r])
@@ -96,7 +95,7 @@ def _clear_state(m, l, acc, rows: int):
             T.buffer_store(acc, T.float32(0), [r, e, c])
 
 
-def _pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):
+def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):
     fold = T.sblock_alloc_buffer((spec.head_size,))
     row = T.sblock_alloc_buffer((spec.head_size,))
     fold_scale(fold, buffers.k_scale, n, spec.head_size, scalars.softmax_scale)
@@ -117,9 +116,9 @@ def _pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, 
                 T.buffer_store(query_t, T.float32(0), [e, padding, r])
 
 
-def _write_output(spec: KernelSpec, buffers, scalars, rows, b, n, count, valid, m, l, acc):
+def write_output(spec: KernelSpec, buffers, scalars, rows, b, n, count, valid, m, l, acc):
     fold = T.sblock_alloc_buffer((spec.head_size,))
-    factor = T.sblock_alloc_buffer((1,))
+    factor = T.sblock_alloc_buffer((4,))
     fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
     with T.serial(0, tirx.min(T.int64(count), valid)) as r:
         row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
@@ -170,14 +169,18 @@ def flash_prefill(spec: KernelSpec, sizes):
         scalars = T.meta_var(
             AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
         )
-        group: T.let = x.query.shape[2] // x.key_cache.shape[1]
+        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         row_blocks: T.let = (total_rows + (M - 1)) // M
         for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], row_blocks):
             with T.sblock("task"):
-                vb, vn, vi = T.axis.remap("SSS", [b, n, i])
+                ab, an, ai = T.axis.remap("SSS", [b, n, i])
                 T.reads()
                 T.writes()
+                # Bound once: a block axis stands for divisions by run-time sizes wherever it is used.
+                vb: T.let = ab
+                vn: T.let = an
+                vi: T.let = ai
                 rows = T.meta_var(allocate_row_block(M))
                 query_t = T.sblock_alloc_buffer((E, columns, M))
                 keys = T.sblock_alloc_buffer((BC, E, columns))
@@ -193,8 +196,8 @@ def flash_prefill(spec: KernelSpec, sizes):
                 describe_rows(
                     rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
                 )
-                _pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
-                _clear_state(m, l, acc, M)
+                pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
+                clear_state(m, l, acc, M)
                 first_block: T.let = rows.limits[0] // BC
                 for blk in T.serial(T.max((rows.limits[3] + (BC - 1)) // BC - first_block, 0)):
                     begin: T.let = (first_block + blk) * BC
@@ -205,7 +208,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                     emit_softmax(softmax, scores, m, l, alpha)
                     emit_dequantize("dequantize_v", decode_v, spec, x.value_cache, vb, vn, begin, last, BC, values)
                     emit_sv(sv, scores, values, acc, alpha)
-                _write_output(
+                write_output(
                     spec, x, scalars, rows, vb, vn, M, total_rows - first_row, m, l, acc
                 )
 

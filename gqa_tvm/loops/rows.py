@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ..definitions.merge import join_sink, normalise
+from ..definitions.merge import joint_maximum, normalise, weight
 from ..definitions.rotary import rotate_pair
 from ..kernel_arguments import (
     ROTARY_HALF_SPLIT,
@@ -55,7 +55,7 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
     T.buffer_store(block.limits, T.int32(0), [3])
     with T.serial(0, count) as r:
         row = T.bind(tirx.min(first_row + tirx.Cast("int64", r), total_rows - T.int64(1)))
-        token = T.bind(i32(row // group))
+        token = T.bind(i32(T.truncdiv(row, group)))
         position = T.bind(past + token)
         end = T.bind(
             tirx.Select(scalars.causal != 0, tirx.min(position + 1, total), total)
@@ -66,7 +66,7 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
             )
         )
         T.buffer_store(block.token, token, [r])
-        T.buffer_store(block.head, i32(kv_head * group + row % group), [r])
+        T.buffer_store(block.head, i32(kv_head * group + T.truncmod(row, group)), [r])
         T.buffer_store(block.first_key, begin, [r])
         T.buffer_store(block.end_key, end, [r])
         T.buffer_store(block.limits, tirx.min(block.limits[0], begin), [0])
@@ -127,18 +127,23 @@ def load_query_row(spec: KernelSpec, buffers, scalars, block: RowBlock, b, r, fo
             store(plane, column, T.float32(0))
 
 
-def row_factor(buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l, result):
-    """result[0] = factor that turns acc of a row with state (m, l) into probabilities times values."""
+def row_factor(buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l, state):
+    """state[0] = factor that turns acc of a row with state (m, l) into probabilities times values; state: [4] scratch.
+
+    A sink joins the denominator here, once: l' = l exp(m - m') + exp(sink - m') with m' = max(m, sink).
+    """
     with T.If(scalars.sink == SINK_NONE):
         with T.Then():
-            T.buffer_store(result, normalise(T.float32(1), l), [0])
+            T.buffer_store(state, normalise(T.float32(1), l), [0])
         with T.Else():
-            sink = tirx.if_then_else(
-                scalars.sink == SINK_HEAD, buffers.head_sink[tirx.Cast("int64", head)], T.float32(0)
-            )
-            T.buffer_store(result, sink, [0])
-            factor, denominator = join_sink(m, l, result[0])
-            T.buffer_store(result, normalise(factor, denominator), [0])
+            T.buffer_store(state, T.float32(0), [1])
+            with T.If(scalars.sink == SINK_HEAD):
+                with T.Then():
+                    T.buffer_store(state, buffers.head_sink[tirx.Cast("int64", head)], [1])
+            T.buffer_store(state, joint_maximum(m, state[1]), [2])
+            T.buffer_store(state, weight(m, state[2]), [0])
+            T.buffer_store(state, l * state[0] + weight(state[1], state[2]), [3])
+            T.buffer_store(state, normalise(state[0], state[3]), [0])
 
 
 def store_output_row(spec: KernelSpec, buffers, block: RowBlock, b, r, accumulator, factor, fold):

@@ -33,10 +33,11 @@ def process_scores(
     b,
     key_begin,
     rows_last: bool,
+    suffix: str = "",
 ) -> None:
     """softcap, bias and mask in place on scores [T_block, M] (rows_last) or [M, T_block] of the keys from key_begin.
 
-    The mask is skipped when every row of the task sees the whole block.
+    The mask is skipped when every row of the task sees the whole block. `suffix` keeps block names unique.
     """
     extent = int(block_scores.shape[0 if rows_last else 1])
     key_begin = T.bind(key_begin)
@@ -45,7 +46,7 @@ def process_scores(
     with T.If(scalars.softcap > T.float32(0)):
         with T.Then():
             _elementwise(
-                "softcap", block_scores, (), lambda i, j, s: scores.softcap(s, scalars.softcap)
+                f"softcap{suffix}", block_scores, (), lambda i, j, s: scores.softcap(s, scalars.softcap)
             )
 
     bias_keys = buffers.bias.shape[3]
@@ -66,9 +67,9 @@ def process_scores(
         with T.Then():
             with T.If(tirx.Cast("int64", key_begin) + T.int64(extent) <= bias_keys):
                 with T.Then():
-                    _elementwise("bias", block_scores, row_facts, biased(clamp=False))
+                    _elementwise(f"bias{suffix}", block_scores, row_facts, biased(clamp=False))
                 with T.Else():
-                    _elementwise("bias_tail", block_scores, row_facts, biased(clamp=True))
+                    _elementwise(f"bias_tail{suffix}", block_scores, row_facts, biased(clamp=True))
 
     all_visible = tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
     with T.If(tirx.Not(all_visible)):
@@ -78,4 +79,4 @@ def process_scores(
                 r, t = row_and_key(i, j)
                 return scores.mask(score, key_begin + t, rows.first_key[r], rows.end_key[r])
 
-            _elementwise("mask", block_scores, (rows.first_key, rows.end_key), masked)
+            _elementwise(f"mask{suffix}", block_scores, (rows.first_key, rows.end_key), masked)

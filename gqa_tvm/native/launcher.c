@@ -14,7 +14,6 @@
 #include "waiting.h"
 #include "workspace.h"
 
-#define EXPORT __attribute__((visibility("default")))
 #define HIDDEN __attribute__((visibility("hidden")))
 
 enum {
@@ -253,7 +252,7 @@ static int run_serially(FTVMParallelLambda lambda, void* cdata, int num_task) {
 
 /* Threads for launches by the calling thread, itself included; 0: one for each CPU the process may
  * use. Returns the number in force (MAX_THREADS at most), or -1 for a negative n. */
-EXPORT int gqa_tvm_set_num_threads(int n) {
+int gqa_tvm_set_num_threads(int n) {
   if (n < 0) return -1;
   return wanted_threads = n == 0 ? usable_cpus() : n < MAX_THREADS ? n : MAX_THREADS;
 }
@@ -263,7 +262,7 @@ static int threads_of_caller(void) {
   return wanted_threads;
 }
 
-EXPORT int gqa_tvm_get_num_threads(void) { return threads_of_caller(); }
+int gqa_tvm_get_num_threads(void) { return threads_of_caller(); }
 
 static int parallel_launch(FTVMParallelLambda lambda, void* cdata, int num_task) {
   int threads = in_task ? 1 : threads_of_caller();
@@ -280,7 +279,7 @@ HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = alloc
 HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = free_workspace;
 
 /* Scratch memory that all threads hold at present. */
-EXPORT int64_t gqa_tvm_workspace_bytes(void) { return atomic_load(&reserved_bytes); }
+int64_t gqa_tvm_workspace_bytes(void) { return atomic_load(&reserved_bytes); }
 
 /* Only the forking thread lives on in the child: there are no workers and no launches of others. */
 static void forget_other_threads(void) {

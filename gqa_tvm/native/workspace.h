@@ -40,7 +40,7 @@ static _Thread_local struct {
   Chunk *first, *current;
 } scratch;
 
-/* True while this thread runs a task: other threads may use blocks of the kernel that launched it. */
+/* True while this thread runs a task: others may be using blocks of the kernel that launched it. */
 static _Thread_local bool in_task;
 
 static atomic_llong reserved_bytes;

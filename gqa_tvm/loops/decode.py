@@ -1,0 +1,322 @@
+"""Flash attention with head columns as lanes: few rows per KV head, keys split in chunks (flash decoding).
+
+Each task computes the softmax state of one chunk of one entry's keys; where an entry has several chunks, their states
+are merged by log-sum-exp in chunk order. Chunks start at multiples of kv_chunk, so a result depends on neither the
+number of threads nor the other entries of the batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tvm import te, tirx
+from tvm.script import tirx as T
+
+from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
+from ..definitions.merge import weight
+from ..definitions.qk_gemm import qk_gemm_rows_first
+from ..definitions.softmax import empty_maximum, online_softmax
+from ..definitions.sv_gemm import sv_gemm
+from ..kernels import KernelSpec
+from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
+from .rows import (
+    allocate_row_block,
+    describe_rows,
+    fold_scale,
+    load_query_row,
+    row_factor,
+    store_output_row,
+)
+from .score_steps import process_scores
+from .splice import alias, make_step, splice, whole
+
+
+class DecodeShape(NamedTuple):
+    """Static sizes of a flash_decode kernel."""
+
+    row_tile: int  # R: rows whose accumulators share the registers
+    row_tiles: int  # tiles of a task
+    kv_block: int
+    planes: int
+    columns: int  # padded
+    lanes: int
+
+    @property
+    def rows(self) -> int:
+        return self.row_tile * self.row_tiles
+
+
+def _cache_tensors(spec: KernelSpec, shape: DecodeShape, name: str):
+    cache_rows = te.placeholder((shape.kv_block, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
+    last_row = te.var("last_row", "int32")
+    return cache_rows, last_row, kv_dequantize(cache_rows, last_row, shape.columns, spec.cache, name)
+
+
+def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
+    cache_rows, last_row, keys = _cache_tensors(spec, shape, "dequantize_k")
+    query = te.placeholder((shape.row_tile, shape.planes, shape.columns), name="query")
+    _, scores = qk_gemm_rows_first(query, keys, shape.lanes)
+    return make_step([cache_rows, last_row, query, scores])
+
+
+def softmax_rows_first_step(shape: DecodeShape):
+    scores = te.placeholder((shape.row_tile, shape.kv_block), name="scores")
+    m_old, l_old = (te.placeholder((shape.row_tile,), name=name) for name in ("m_old", "l_old"))
+    outputs = online_softmax(
+        lambda m, t: scores[m, t], scores.shape, shape.kv_block, m_old, l_old, rows_last=False
+    )
+    return make_step([scores, m_old, l_old, *outputs])
+
+
+def sv_rows_first_step(spec: KernelSpec, shape: DecodeShape):
+    cache_rows, last_row, values = _cache_tensors(spec, shape, "dequantize_v")
+    p = te.placeholder((shape.row_tile, shape.kv_block), name="p")
+    accumulator = te.placeholder((shape.row_tile, shape.planes, shape.columns), name="acc_old")
+    beta = te.placeholder((shape.row_tile,), name="row_beta")
+    result = sv_gemm(lambda m, t: p[m, t], values, accumulator, beta)
+    return make_step([cache_rows, last_row, p, accumulator, beta, result])
+
+
+def _cache_block(spec: KernelSpec, cache, b, n, begin, rows: int):
+    at = tirx.Cast("int64", begin)
+    return cache[b, n, at : at + rows, 0 : spec.cache_columns]
+
+
+def _match_cache(spec: KernelSpec, region, dtype: str, rows: int):
+    stride = T.int64()
+    return T.match_buffer(
+        region, (rows, spec.cache_columns), dtype, strides=(stride, 1), offset_factor=1, align=1
+    )
+
+
+def _tile(buffer, tile, row_tile: int):
+    """View of the rows of one tile of a [rows, ...] buffer, inside the current block."""
+    region = buffer[(slice(tile * row_tile, (tile + 1) * row_tile), *(slice(0, n) for n in buffer.shape[1:]))]
+    return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
+
+
+def _emit_qk(spec, shape, step, cache, b, n, begin, last, query, tile, scores):
+    region = _cache_block(spec, cache, b, n, begin, shape.kv_block)
+    with T.sblock("qk_step"):
+        T.reads(region, whole(query))
+        T.writes(whole(scores))
+        rows = _match_cache(spec, region, cache.dtype, shape.kv_block)
+        splice(step, [rows, last, _tile(query, tile, shape.row_tile), scores])
+
+
+def _emit_softmax(shape, step, scores, m, l, alpha, tile):
+    with T.sblock("softmax_step"):
+        T.reads(whole(scores), whole(m), whole(l))
+        T.writes(whole(scores), whole(m), whole(l), whole(alpha))
+        R = shape.row_tile
+        ins = [scores, _tile(m, tile, R), _tile(l, tile, R)]
+        splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
+
+
+def _emit_sv(spec, shape, step, cache, b, n, begin, last, p, acc, alpha, tile):
+    region = _cache_block(spec, cache, b, n, begin, shape.kv_block)
+    with T.sblock("sv_step"):
+        T.reads(region, whole(p), whole(acc), whole(alpha))
+        T.writes(whole(acc))
+        rows = _match_cache(spec, region, cache.dtype, shape.kv_block)
+        R = shape.row_tile
+        splice(step, [rows, last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+
+
+def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count, query):
+    fold = T.sblock_alloc_buffer((spec.head_size,))
+    row = T.sblock_alloc_buffer((spec.head_size,))
+    fold_scale(fold, buffers.k_scale, n, spec.head_size, scalars.softmax_scale)
+    with T.serial(0, count) as r:
+        for e in range(shape.planes):
+            with T.serial(0, shape.columns - spec.cache_columns) as padding:
+                T.buffer_store(query, T.float32(0), [r, e, padding + spec.cache_columns])
+        load_query_row(
+            spec,
+            buffers,
+            scalars,
+            rows,
+            b,
+            r,
+            fold,
+            row,
+            lambda e, c, value: T.buffer_store(query, value, [r, e, c]),
+        )
+
+
+def _clear_state(m, l, acc, count):
+    with T.serial(0, count) as r:
+        T.buffer_store(m, empty_maximum(), [r])
+        T.buffer_store(l, T.float32(0), [r])
+        with T.grid(*acc.shape[1:]) as (e, c):
+            T.buffer_store(acc, T.float32(0), [r, e, c])
+
+
+def _write_rows(spec, buffers, scalars, rows, b, n, valid, m, l, acc):
+    fold = T.sblock_alloc_buffer((spec.head_size,))
+    factor = T.sblock_alloc_buffer((4,))
+    fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
+    with T.serial(0, valid) as r:
+        row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
+        store_output_row(
+            spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold
+        )
+
+
+def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
+    """partial[where, row] = (acc, m, l)."""
+    width = shape.planes * shape.columns
+    with T.serial(0, valid) as r:
+        with T.grid(shape.planes, shape.columns) as (e, c):
+            T.buffer_store(partial, acc[r, e, c], [*where, tirx.Cast("int64", r), e * shape.columns + c])
+        T.buffer_store(partial, m[r], [*where, tirx.Cast("int64", r), width])
+        T.buffer_store(partial, l[r], [*where, tirx.Cast("int64", r), width + 1])
+
+
+def _merge_partials(shape: DecodeShape, partial, where, chunks, valid, m, l, acc):
+    """Join the states of all chunks into (m, l, acc), in chunk order."""
+    width = shape.planes * shape.columns
+    with T.serial(0, valid) as r:
+        row = tirx.Cast("int64", r)
+        with T.serial(0, chunks) as c:
+            T.buffer_store(m, tirx.max(m[r], partial[(*where, c, row, width)]), [r])
+        factor = T.sblock_alloc_buffer((1,))
+        with T.serial(0, chunks) as c:
+            T.buffer_store(factor, weight(partial[(*where, c, row, width)], m[r]), [0])
+            T.buffer_store(l, l[r] + partial[(*where, c, row, width + 1)] * factor[0], [r])
+            with T.grid(shape.planes, shape.columns) as (e, col):
+                value = partial[(*where, c, row, e * shape.columns + col)]
+                T.buffer_store(acc, acc[r, e, col] + value * factor[0], [r, e, col])
+
+
+def flash_decode(spec: KernelSpec, sizes):
+    """The flash_decode kernel's PrimFunc; parameters as `AttentionBuffers`, then partial, the scalars and kv_chunk.
+
+    partial: [B, N_kv, row groups, chunks, rows, planes x columns + 2] float32 scratch, read only with several chunks.
+    kv_chunk: int64, keys of a chunk, a multiple of the KV block.
+    """
+    tiles = -(-sizes.decode_rows // spec.row_tile)
+    columns = sizes.padded_columns(spec.cache_columns)
+    shape = DecodeShape(
+        spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes
+    )
+    rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
+    qk, softmax = qk_rows_first_step(spec, shape), softmax_rows_first_step(shape)
+    sv = sv_rows_first_step(spec, shape)
+
+    @T.prim_func(s_tir=True)
+    def kernel(
+        query_: T.handle,
+        key_cache_: T.handle,
+        value_cache_: T.handle,
+        past_lengths_: T.handle,
+        total_lengths_: T.handle,
+        positions_: T.handle,
+        cos_: T.handle,
+        sin_: T.handle,
+        bias_: T.handle,
+        head_sink_: T.handle,
+        k_scale_: T.handle,
+        v_scale_: T.handle,
+        output_: T.handle,
+        partial_: T.handle,
+        softmax_scale: T.float32,
+        softcap: T.float32,
+        window: T.int32,
+        causal: T.int32,
+        rotary: T.int32,
+        has_bias: T.int32,
+        sink: T.int32,
+        kv_chunk: T.int64,
+    ):
+        T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
+        x = declare_attention(
+            spec,
+            (query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_)
+            + (bias_, head_sink_, k_scale_, v_scale_, output_),
+        )
+        scalars = T.meta_var(
+            AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
+        )
+        partial = T.meta_var(_declare_partial(partial_, shape))
+        chunks = T.meta_var(partial.shape[3])
+        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
+        total_rows: T.let = x.query.shape[1] * group
+        row_groups: T.let = (total_rows + (rows_per_task - 1)) // rows_per_task
+        for b, n, g, k in T.grid(x.query.shape[0], x.key_cache.shape[1], row_groups, chunks):
+            with T.sblock("task"):
+                ab, an, ag, ak = T.axis.remap("SSSS", [b, n, g, k])
+                T.reads()
+                T.writes()
+                # Bound once: a block axis stands for divisions by run-time sizes wherever it is used.
+                vb: T.let = ab
+                vn: T.let = an
+                vg: T.let = ag
+                vk: T.let = ak
+                rows = T.meta_var(allocate_row_block(rows_per_task))
+                query = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
+                acc = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
+                m = T.sblock_alloc_buffer((rows_per_task,))
+                l = T.sblock_alloc_buffer((rows_per_task,))
+                scores = T.sblock_alloc_buffer((R, BC))
+                alpha = T.sblock_alloc_buffer((R,))
+                first_row: T.let = vg * rows_per_task
+                valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
+                active: T.let = (valid + (R - 1)) // R
+                total: T.let = x.total_lengths[vb]
+                describe_rows(
+                    rows, active * R, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
+                )
+                _clear_state(m, l, acc, active * R)
+                chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
+                chunk_end: T.let = T.Cast(
+                    "int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3]))
+                )
+                first_block: T.let = T.max(chunk_begin, rows.limits[0]) // BC
+                if chunk_end > T.max(chunk_begin, rows.limits[0]):
+                    _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
+                for blk in T.serial(T.max((chunk_end + (BC - 1)) // BC - first_block, 0)):
+                    begin: T.let = (first_block + blk) * BC
+                    last: T.let = total - 1 - begin
+                    for tile in T.serial(T.Cast("int32", active)):
+                        tile_row: T.let = tile * R
+                        _emit_qk(spec, shape, qk, x.key_cache, vb, vn, begin, last, query, tile, scores)
+                        process_scores(scores, x, scalars, rows, tile_row, vb, begin, False)
+                        _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
+                        _emit_sv(spec, shape, sv, x.value_cache, vb, vn, begin, last, scores, acc, alpha, tile)
+                if chunks == T.int64(1):
+                    _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                else:
+                    _save_partial(shape, partial, (vb, vn, vg, vk), valid, m, l, acc)
+        if chunks > T.int64(1):
+            for b, n, g in T.grid(x.query.shape[0], x.key_cache.shape[1], row_groups):
+                with T.sblock("merge"):
+                    ab, an, ag = T.axis.remap("SSS", [b, n, g])
+                    T.reads()
+                    T.writes()
+                    vb: T.let = ab
+                    vn: T.let = an
+                    vg: T.let = ag
+                    rows = T.meta_var(allocate_row_block(rows_per_task))
+                    acc = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
+                    m = T.sblock_alloc_buffer((rows_per_task,))
+                    l = T.sblock_alloc_buffer((rows_per_task,))
+                    first_row: T.let = vg * rows_per_task
+                    valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
+                    total: T.let = x.total_lengths[vb]
+                    describe_rows(
+                        rows, valid, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
+                    )
+                    _clear_state(m, l, acc, valid)
+                    own_chunks: T.let = T.min(
+                        (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk, chunks
+                    )
+                    _merge_partials(shape, partial, (vb, vn, vg), own_chunks, valid, m, l, acc)
+                    _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+
+    return kernel
+
+
+def _declare_partial(handle, shape: DecodeShape):
+    outer = tuple(dimension(f"partial_{axis}") for axis in ("batch", "heads", "groups", "chunks", "rows"))
+    return buffer_parameter("partial", handle, (*outer, shape.planes * shape.columns + 2))

@@ -1,0 +1,180 @@
+"""Attention without an online softmax: one pass for the row maxima, a second for probabilities and values.
+
+Scores are computed twice rather than stored, so that scratch stays one block whatever T is. The only path that gives
+output_qk.
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+from tvm.script import tirx as T
+
+from ..kernel_arguments import QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
+from ..kernels import KernelSpec
+from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
+from .prefill import (
+    clear_state,
+    pack_query,
+    write_output,
+    dequantize_step,
+    emit_dequantize,
+    emit_softmax,
+    emit_sv,
+    qk_rows_last_step,
+    softmax_rows_last_step,
+    sv_rows_last_step,
+)
+from .rows import allocate_row_block, describe_rows, row_factor
+from .score_steps import process_scores
+from .splice import alias, emit_step, make_step, splice, whole
+
+
+def row_maximum_step(kv_block: int, rows: int):
+    """TE step: running maximum [M] over a block of scores [T_block, M]."""
+    scores = te.placeholder((kv_block, rows), name="scores")
+    m_old = te.placeholder((rows,), name="m_old")
+    t = te.reduce_axis((0, kv_block), name="t")
+    block = te.compute((rows,), lambda m: te.max(scores[t, m], axis=t), name="row_max")
+    m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block[m]), name="row_m_new")
+    return make_step([scores, m_old, m_new])
+
+
+def _emit_maximum(step, scores, m):
+    with T.sblock("row_max_step"):
+        T.reads(whole(scores), whole(m))
+        T.writes(whole(m))
+        splice(step, [scores, m, alias(m)])
+
+
+def _store_qk(rows, count, begin, kv_block: int, b, scores, output_qk):
+    """Copy the visible scores or probabilities of a block; masked columns keep the caller's zeros."""
+    with T.serial(0, count) as r:
+        first = T.bind(tirx.max(rows.first_key[r], begin))
+        end = T.bind(tirx.min(rows.end_key[r], begin + kv_block))
+        with T.serial(0, tirx.max(end - first, T.int32(0))) as i:
+            key = first + i
+            where = [b, *_row_index(rows, r), tirx.Cast("int64", key)]
+            T.buffer_store(output_qk, scores[key - begin, r], where)
+
+
+def _row_index(rows, r):
+    return tirx.Cast("int64", rows.head[r]), tirx.Cast("int64", rows.token[r])
+
+
+def _normalise_qk(buffers, scalars, rows, count, b, m, l, output_qk):
+    state = T.sblock_allocbuffer_parameter((4,))
+    with T.serial(0, count) as r:
+        row_factor(buffers, scalars, rows.head[r], m[r], l[r], state)
+        with T.serial(0, rows.end_key[r]) as key:
+            where = (b, *_row_index(rows, r), tirx.Cast("int64", key))
+            T.buffer_store(output_qk, output_qk[where] * state[0], list(where))
+
+
+def _declare_output_qk(handle):
+    axes = ("batch", "heads", "tokens", "keys")
+    return buffer_parameter("output_qk", handle, tuple(dimension(f"qk_{axis}") for axis in axes))
+
+
+def naive(spec: KernelSpec, sizes):
+    """The naive kernel's PrimFunc; parameters as `AttentionBuffers`, then output_qk [B, N, S, T], scalars, qk_output."""
+    M, BC = sizes.naive_q_block, sizes.kv_block
+    E, columns = spec.cache_planes, sizes.padded_columns(spec.cache_columns)
+    decode_max = dequantize_step(spec, BC, columns, "dequantize_max")
+    decode_k = dequantize_step(spec, BC, columns, "dequantize_k")
+    decode_v = dequantize_step(spec, BC, columns, "dequantize_v")
+    qk_max = qk_rows_last_step(spec, BC, columns, M, "qk_max")
+    qk = qk_rows_last_step(spec, BC, columns, M)
+    maximum = row_maximum_step(BC, M)
+    softmax = softmax_rows_last_step(BC, M)
+    sv = sv_rows_last_step(spec, BC, columns, M)
+
+    @T.prim_func(s_tir=True)
+    def kernel(
+        query_: T.handle,
+        key_cache_: T.handle,
+        value_cache_: T.handle,
+        past_lengths_: T.handle,
+        total_lengths_: T.handle,
+        positions_: T.handle,
+        cos_: T.handle,
+        sin_: T.handle,
+        bias_: T.handle,
+        head_sink_: T.handle,
+        k_scale_: T.handle,
+        v_scale_: T.handle,
+        output_: T.handle,
+        output_qk_: T.handle,
+        softmax_scale: T.float32,
+        softcap: T.float32,
+        window: T.int32,
+        causal: T.int32,
+        rotary: T.int32,
+        has_bias: T.int32,
+        sink: T.int32,
+        qk_output: T.int32,
+    ):
+        T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
+        x = declare_attention(
+            spec,
+            (query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_)
+            + (bias_, head_sink_, k_scale_, v_scale_, output_),
+        )
+        output_qk = T.meta_var(_declare_output_qk(output_qk_))
+        scalars = T.meta_var(
+            AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
+        )
+        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
+        total_rows: T.let = x.query.shape[1] * group
+        for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], (total_rows + (M - 1)) // M):
+            with T.sblock("task"):
+                ab, an, ai = T.axis.remap("SSS", [b, n, i])
+                T.reads()
+                T.writes()
+                vb: T.let = ab
+                vn: T.let = an
+                first_row: T.let = ai * M
+                rows = T.meta_var(allocate_row_block(M))
+                query_t = T.sblock_allocbuffer_parameter((E, columns, M))
+                keys = T.sblock_allocbuffer_parameter((BC, E, columns))
+                values = T.sblock_allocbuffer_parameter((BC, E, columns))
+                scores = T.sblock_allocbuffer_parameter((BC, M))
+                acc = T.sblock_allocbuffer_parameter((M, E, columns))
+                m = T.sblock_allocbuffer_parameter((M,))
+                l = T.sblock_allocbuffer_parameter((M,))
+                beta = T.sblock_allocbuffer_parameter((M,))
+                total: T.let = x.total_lengths[vb]
+                valid: T.let = T.min(total_rows - first_row, T.int64(M))
+                describe_rows(
+                    rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
+                )
+                pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
+                clear_state(m, l, acc, M)
+                first_block: T.let = rows.limits[0] // BC
+                blocks: T.let = T.max((rows.limits[3] + (BC - 1)) // BC - first_block, 0)
+                for blk in T.serial(blocks):
+                    begin: T.let = (first_block + blk) * BC
+                    last: T.let = total - 1 - begin
+                    emit_dequantize("dequantize_max", decode_max, spec, x.key_cache, vb, vn, begin, last, BC, keys)
+                    emit_step("qk_max_step", qk_max, [query_t, keys, scores], [whole(query_t), whole(keys)], [whole(scores)])
+                    process_scores(scores, x, scalars, rows, 0, vb, begin, True, "_max")
+                    _emit_maximum(maximum, scores, m)
+                for blk in T.serial(blocks):
+                    begin: T.let = (first_block + blk) * BC
+                    last: T.let = total - 1 - begin
+                    emit_dequantize("dequantize_k", decode_k, spec, x.key_cache, vb, vn, begin, last, BC, keys)
+                    emit_step("qk_step", qk, [query_t, keys, scores], [whole(query_t), whole(keys)], [whole(scores)])
+                    process_scores(scores, x, scalars, rows, 0, vb, begin, True)
+                    if qk_output == QK_BEFORE_SOFTMAX:
+                        _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
+                    # With the final maximum in m this step leaves m alone and its beta is 1.
+                    emit_softmax(softmax, scores, m, l, beta)
+                    if qk_output == QK_AFTER_SOFTMAX:
+                        _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
+                    emit_dequantize("dequantize_v", decode_v, spec, x.value_cache, vb, vn, begin, last, BC, values)
+                    emit_sv(sv, scores, values, acc, beta)
+                if qk_output == QK_AFTER_SOFTMAX:
+                    _normalise_qk(x, scalars, rows, valid, vb, m, l, output_qk)
+                write_output(spec, x, scalars, rows, vb, vn, M, valid, m, l, acc)
+
+    return kernel
+
