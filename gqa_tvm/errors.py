@@ -8,3 +8,7 @@ class InvalidArgument(ValueError):
 
     The text carries ONNX Runtime's wording where it has one, plus what came and what was wanted.
     """
+
+
+class BuildError(RuntimeError):
+    """A kernel is needed that is neither built nor buildable here; the text says what is missing."""

@@ -56,8 +56,8 @@ class KernelSpec:
         return KernelSpec(match["operation"], match["cache"], int(match["head"]), rows)  # type: ignore[arg-type]
 
 
-def row_tile_for(group_size: int, rows: int) -> int:
-    """Row tile of flash_decode for `rows` = S x G query rows per KV head: one group, or an even share of a large one."""
+def row_tile_for(group_size: int) -> int:
+    """Row tile of flash_decode: the rows of one token and KV head, or an even share of a large group."""
     largest = max(ROW_TILES)
     if group_size <= largest:
         return group_size

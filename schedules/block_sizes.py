@@ -55,6 +55,33 @@ class BlockSizes:
         return asdict(self)
 
 
+def _sizes(lanes: int, q_block: int, kv_block: int, qk: tuple[int, int], sv: tuple[int, int], decode: int) -> BlockSizes:
+    return BlockSizes(
+        lanes=lanes,
+        q_block=q_block,
+        naive_q_block=2 * lanes,
+        kv_block=kv_block,
+        qk_key_tile=qk[0],
+        qk_row_vectors=qk[1],
+        sv_row_tile=sv[0],
+        sv_column_vectors=sv[1],
+        decode_kv_block=64,
+        decode_rows=32,
+        decode_accumulators=decode,
+        decode_sv_unroll=4,
+        kv_chunk=1024,
+    )
+
+
+# Untuned sizes. 32 registers hold 8 x 3 or 6 x 4 accumulators, a row of operands and a broadcast; 16 hold 6 x 2.
+# Columns: lanes, q_block, kv_block, (qk keys, row vectors), (sv rows, column vectors), decode accumulators.
+DEFAULT_BLOCK_SIZES = {
+    "x86-avx512": _sizes(16, 96, 64, (8, 3), (6, 4), 16),
+    "x86-avx2": _sizes(8, 48, 96, (6, 2), (6, 2), 8),
+    "generic": _sizes(4, 48, 64, (4, 2), (4, 2), 8),
+}
+
+
 def largest_divisor(value: int, limit: int) -> int:
     """The largest divisor of `value` that is at most `limit`."""
     return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)

@@ -278,6 +278,13 @@ HIDDEN int (*__TVMBackendParallelLaunch)(FTVMParallelLambda, void*, int) = paral
 HIDDEN void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int) = alloc_workspace;
 HIDDEN int (*__TVMBackendFreeWorkspace)(int, int, void*) = free_workspace;
 
+/* The three services, for kernel libraries that are linked without this file and share its pool. */
+void gqa_tvm_hooks(void* hooks[3]) {
+  hooks[0] = (void*)parallel_launch;
+  hooks[1] = (void*)alloc_workspace;
+  hooks[2] = (void*)free_workspace;
+}
+
 /* Scratch memory that all threads hold at present. */
 int64_t gqa_tvm_workspace_bytes(void) { return atomic_load(&reserved_bytes); }
 

@@ -1,0 +1,16 @@
+"""GroupQueryAttention for CPUs with float, INT8 and INT4 KV caches, compiled by Apache TVM."""
+
+from __future__ import annotations
+
+from .build import build
+from .errors import BuildError, InvalidArgument
+from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
+
+__all__ = [
+    "BuildError",
+    "GroupQueryAttention",
+    "GroupQueryAttentionResult",
+    "InvalidArgument",
+    "Plan",
+    "build",
+]

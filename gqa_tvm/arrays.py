@@ -1,0 +1,86 @@
+"""Turning what a caller passes into arrays the kernels can read in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidArgument
+
+ALIGNMENT = 64
+
+
+def as_array(value: Any, name: str) -> np.ndarray | None:
+    """NumPy view of an array or DLPack tensor; None stays None. Raises InvalidArgument for what is neither."""
+    if value is None or isinstance(value, np.ndarray):
+        return value
+    if hasattr(value, "__dlpack__"):
+        try:
+            return np.from_dlpack(value)
+        except Exception as error:
+            raise InvalidArgument(f"Input '{name}' cannot be read through DLPack: {error}") from error
+    try:
+        array = np.asarray(value)
+    except Exception as error:
+        raise InvalidArgument(f"Input '{name}' is not an array: {error}") from error
+    # A Python number has no dtype of its own; ONNX Runtime's integers here are 32 bits wide.
+    if isinstance(value, int) and -(2**31) <= value < 2**31:
+        return array.astype(np.int32)
+    return array
+
+
+class _Writable:
+    """Array interface of a read-only array, claimed writable: the call layer refuses read-only memory even to read."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._keep = array
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+
+
+def readable(array: np.ndarray) -> np.ndarray:
+    """The array as kernels take it: aligned elements, contiguous last axis; a copy only where it is not so."""
+    if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
+        return np.ascontiguousarray(array)
+    if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+        return np.ascontiguousarray(array)
+    if not array.flags.writeable:
+        return np.asarray(_Writable(array))
+    return array
+
+
+def kernels_can_write(array: np.ndarray) -> bool:
+    """Whether a cache can be written in place by the kernels."""
+    return bool(
+        array.flags.aligned
+        and (array.shape[-1] <= 1 or array.strides[-1] == array.itemsize)
+        and not any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    )
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Zeroed array at a 64-byte boundary; pages are only touched when they are written."""
+    return _aligned(shape, dtype, np.zeros)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Uninitialised array at a 64-byte boundary."""
+    return _aligned(shape, dtype, np.empty)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype | type, allocate: Any) -> np.ndarray:
+    dtype = np.dtype(dtype)
+    nbytes = dtype.itemsize
+    for extent in shape:
+        nbytes *= extent
+    buffer = allocate(nbytes + ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % ALIGNMENT
+    view: np.ndarray = buffer[start : start + nbytes].view(dtype).reshape(shape)
+    return view
+
+
+def strided_view(array: np.ndarray, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    """A view with explicit shape and byte strides, writable so that the call layer takes it."""
+    return np.lib.stride_tricks.as_strided(array, shape, strides, writeable=True)

@@ -1,0 +1,122 @@
+"""Building kernels: one on demand, or the usual ones ahead."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Lock
+
+from .errors import BuildError
+from .kernel_cache import kernel_path, launcher_path
+from .kernels import CACHE_FORMATS, KernelSpec
+from .schedules.block_sizes import DEFAULT_BLOCK_SIZES
+from .targets import best_target, usable_cores
+
+USUAL_HEAD_SIZES = (64, 128)
+USUAL_ROW_TILES = (1, 2, 3, 4, 7, 8)
+
+_NATIVE = Path(__file__).parent / "native"
+# TVM's builder keeps global state: one kernel at a time in a process.
+_BUILD_LOCK = Lock()
+
+
+def usual_kernels(head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
+    """The kernels that `build` makes ahead: every cache format at common head sizes and group sizes."""
+    specs = []
+    for head_size in head_sizes:
+        for cache in CACHE_FORMATS:
+            specs += [
+                KernelSpec("append", cache, head_size),
+                KernelSpec("flash_prefill", cache, head_size),
+                KernelSpec("naive", cache, head_size),
+            ]
+            specs += [KernelSpec("flash_decode", cache, head_size, rows) for rows in USUAL_ROW_TILES]
+    return specs
+
+
+def _compiler() -> str:
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise BuildError("building a kernel needs a C compiler (gcc or cc on PATH, or CC) to link it")
+    return compiler
+
+
+def _run_compiler(arguments: list[str]) -> None:
+    done = subprocess.run([_compiler(), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(f"the C compiler failed: {done.stderr.strip()}")
+
+
+def _publish(make: Callable[[Path], None], path: Path) -> None:
+    """Let `make` write a file beside `path`, then move it there: a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        make(made)
+        os.replace(made, path)
+
+
+def build_launcher() -> Path:
+    """Compile the launcher unless it is there; returns its path."""
+    path = launcher_path()
+    if not path.exists():
+        source = str(_NATIVE / "launcher.c")
+        flags = ["-O2", "-std=gnu11", "-fPIC", "-shared", "-pthread"]
+        _publish(lambda made: _run_compiler([*flags, source, "-o", str(made), "-ldl"]), path)
+    return path
+
+
+def build_kernel(spec: KernelSpec, target: str) -> Path:
+    """Compile one kernel into the cache unless it is there; returns its path. Needs apache-tvm and a C compiler."""
+    path = kernel_path(spec, target)
+    with _BUILD_LOCK:
+        if not path.exists():
+            try:
+                from .lowering import compile_kernel
+            except ImportError as error:
+                raise BuildError(
+                    f"kernel {spec.name} is not built for {target} and apache-tvm, which builds it, is missing: "
+                    f"pip install 'gqa_tvm[build]' ({error})"
+                ) from error
+            module = compile_kernel(spec, target, DEFAULT_BLOCK_SIZES[target])
+
+            def link(made: Path) -> None:
+                object_file = made.with_suffix(".o")
+                module.write_to_file(str(object_file), "o")
+                _run_compiler(["-shared", str(object_file), "-o", str(made), "-lm"])
+
+            _publish(link, path)
+    return path
+
+
+def build(
+    target: str | None = None,
+    head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[Path]:
+    """Build the usual kernels of `target` (default: the best for this CPU) into the cache, on all cores.
+
+    progress: called with (done, total, kernel name). Kernels that are already there are not built again.
+    Returns their paths. Raises BuildError.
+    """
+    target = target or best_target()
+    specs = usual_kernels(head_sizes)
+    build_launcher()
+    missing = [spec for spec in specs if not kernel_path(spec, target).exists()]
+    done = len(specs) - len(missing)
+    if missing:
+        # Fresh interpreters: TVM holds threads and locks that a fork would copy in any state.
+        with ProcessPoolExecutor(min(usable_cores(), len(missing)), get_context("spawn")) as pool:
+            futures = {pool.submit(build_kernel, spec, target): spec for spec in missing}
+            for future in as_completed(futures):
+                future.result()
+                done += 1
+                if progress is not None:
+                    progress(done, len(specs), futures[future].name)
+    return [kernel_path(spec, target) for spec in specs]

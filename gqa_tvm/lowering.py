@@ -1,0 +1,117 @@
+"""From a kernel's spec to an object file: loops, schedule, TVM passes, LLVM."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+
+import tvm
+import tvm_ffi
+from tvm import s_tir, tirx
+
+from .kernels import KernelSpec
+from .loops.append import append
+from .loops.decode import flash_decode
+from .loops.naive import naive
+from .loops.prefill import flash_prefill
+from .schedules.block_sizes import BlockSizes
+from .targets import llvm_target
+
+# Register tiles and other small scratch live on the stack, where LLVM turns them into registers; larger scratch comes
+# from the workspace, so that a worker's stack stays small.
+_STACK_LIMIT_BYTES = 4096
+
+
+def schedule_module(target: str) -> ModuleType:
+    """The schedules of a target."""
+    return importlib.import_module(f".schedules.{target.replace('-', '_')}", __package__)
+
+
+def scheduled_module(spec: KernelSpec, target: str, sizes: BlockSizes) -> tvm.IRModule:
+    """The kernel as scheduled TensorIR."""
+    schedules = schedule_module(target)
+    loops = {
+        "flash_prefill": flash_prefill,
+        "flash_decode": flash_decode,
+        "naive": naive,
+    }
+    function = append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
+    schedule = s_tir.Schedule(tvm.IRModule({spec.name: function}))
+    schedule.work_on(spec.name)
+    arguments = (spec.row_tile, spec.cache_columns) if spec.operation == "flash_decode" else ()
+    getattr(schedules, f"schedule_{spec.operation}")(schedule, sizes, *arguments)
+    return schedule.mod
+
+
+def _keep_small_buffers_on_stack():
+    def on_stack(allocation):
+        elements = 1
+        for extent in allocation.buffer.shape:
+            if not isinstance(extent, tirx.IntImm):
+                return allocation
+            elements *= int(extent)
+        dtype = tvm.DataType(str(allocation.buffer.dtype))
+        if elements * dtype.itemsize > _STACK_LIMIT_BYTES:
+            return allocation
+        annotations = {**dict(allocation.annotations), "disable_lower_builtin": tirx.IntImm("int32", 1)}
+        return tirx.AllocBuffer(allocation.buffer, annotations)
+
+    @tvm.transform.module_pass(opt_level=0)
+    def rewrite(mod, _context):
+        return tvm.IRModule(
+            {
+                name: function.with_body(
+                    tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, on_stack))
+                )
+                for name, function in mod.functions.items()
+            }
+        )
+
+    return rewrite
+
+
+def _passes() -> list:
+    s, t = s_tir.transform, tirx.transform
+    return [
+        s.CanonicalizeLoop(),
+        s.LowerInitBlock(),
+        s.PlanAndUpdateBufferAllocationLocation(),
+        s.ConvertBlocksToOpaque(),
+        s.CompactBufferAllocation(),
+        s.LowerMatchBuffer(),
+        s.StmtSimplify(),
+        s.AnnotateIrregularLoop(),
+        s.LowerOpaqueBlock(),
+        t.FlattenBuffer(),
+        t.NarrowDataType(32),
+        s.LoopPartition(),
+        t.VectorizeLoop(True),
+        t.StorageRewrite(),
+        s.HoistIfThenElse(),
+        t.UnrollLoop(),
+        s.RenormalizeSplitPattern(),
+        t.StmtSimplify(),
+        t.RemoveNoOp(),
+        s.RewriteUnsafeSelect(),
+        t.CommonSubexprElim(),
+        _keep_small_buffers_on_stack(),
+        t.VerifyMemory(),
+        t.AnnotateEntryFunc(),
+        t.SplitHostDevice(),
+        t.MakePackedAPI(),
+        t.LowerTVMBuiltin(),
+        t.LowerIntrin(),
+    ]
+
+
+def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
+    """TVM runtime module of one kernel (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
+    mod = scheduled_module(spec, target, sizes)
+    tvm_target = tvm.target.Target(llvm_target(target))
+    tvm_target = tvm_target.with_host(tvm_target)
+    mod = tirx.transform.BindTarget(tvm_target)(mod)
+    with tvm_target:
+        mod = tvm.ir.transform.Sequential(_passes())(mod)
+    # tvm.tirx.build the function hides the module of the same name.
+    return sys.modules["tvm.tirx.build"].tir_to_runtime(mod, {}, tvm_target)

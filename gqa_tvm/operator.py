@@ -1,0 +1,199 @@
+"""The operator: validate -> present cache -> append (rotary, quantise) -> attention -> output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import aligned_empty, aligned_zeros, as_array
+from .attributes import Attributes
+from .errors import InvalidArgument
+from .kernel_calls import (
+    AttentionCall,
+    run_append,
+    run_flash,
+    run_flash_decode,
+    run_naive,
+)
+from .kernels import CacheFormat, KernelSpec, row_tile_for
+from .kv_cache import Present, prepare_present
+from .runtime import KernelLibrary, launcher, library_for
+from .schedules.block_sizes import DEFAULT_BLOCK_SIZES, BlockSizes
+from .strategy import Choice, Strategy, choose_strategy, flash_disabled, strategy_from
+from .targets import require_runnable, usable_cores
+from .validation import Inputs, Problem, validate
+
+
+class GroupQueryAttentionResult(NamedTuple):
+    """output [B, S, N*H]; present_key, present_value [B, N_kv, max(T, C), columns]; output_qk [B, N, S, T] or None."""
+
+    output: np.ndarray
+    present_key: np.ndarray
+    present_value: np.ndarray
+    output_qk: np.ndarray | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call ran and why."""
+
+    strategy: Strategy
+    reason: str
+    kernels: tuple[str, ...]
+    block_sizes: BlockSizes
+    num_threads: int
+    target: str
+
+
+class GroupQueryAttention:
+    """com.microsoft.GroupQueryAttention on CPU.
+
+    Attributes are ONNX Runtime's, with its names and defaults (num_heads, kv_num_heads, scale, softcap, do_rotary,
+    rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
+    kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (None =
+    the cores this process may use), target (name of a variant, None = the best for this CPU), library (reserved for a
+    prebuilt library's path). Raises InvalidArgument. An instance holds no state but `last_plan`.
+    """
+
+    last_plan: Plan | None
+
+    def __init__(
+        self,
+        *,
+        strategy: str = "auto",
+        num_threads: int | None = None,
+        library: str | None = None,
+        target: str | None = None,
+        **attributes: Any,
+    ) -> None:
+        try:
+            self.attributes = Attributes(**attributes)
+        except TypeError as error:
+            raise InvalidArgument(f"GroupQueryAttention: {error}") from None
+        self._strategy = strategy_from(strategy)
+        if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
+            raise InvalidArgument(f"num_threads must be a positive integer or None, got {num_threads!r}")
+        if library is not None:
+            raise InvalidArgument(
+                f"library={library!r}: prebuilt libraries are not supported yet; kernels come from the kernel cache"
+            )
+        if target is not None:
+            try:
+                require_runnable(target)
+            except ValueError as error:
+                raise InvalidArgument(str(error)) from None
+        self._num_threads = num_threads or usable_cores()
+        self._target = target
+        self._naive_only = flash_disabled()
+        self._cache: CacheFormat = {0: "f32", 8: "i8", 4: "i4"}[self.attributes.cache_bits]  # type: ignore[assignment]
+        self._library: KernelLibrary | None = None
+        self.last_plan = None
+
+    def __call__(
+        self,
+        query: Any,
+        key: Any = None,
+        value: Any = None,
+        past_key: Any = None,
+        past_value: Any = None,
+        seqlens_k: Any = None,
+        total_sequence_length: Any = None,
+        cos_cache: Any = None,
+        sin_cache: Any = None,
+        position_ids: Any = None,
+        attention_bias: Any = None,
+        head_sink: Any = None,
+        k_scale: Any = None,
+        v_scale: Any = None,
+        q_norm_weight: Any = None,
+        k_norm_weight: Any = None,
+        query_seqlens: Any = None,
+        *,
+        present_key: Any = None,
+        present_value: Any = None,
+    ) -> GroupQueryAttentionResult:
+        """One step of attention; shapes and dtypes as ONNX Runtime's operator documents them.
+
+        Inputs: NumPy arrays or anything with `__dlpack__`, any strides; never written, save a past that is also passed
+        as present (the same array: in place). present_key, present_value left out: new arrays are made. Raises
+        InvalidArgument, and then every array is as it was.
+        """
+        given = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length)
+        given += (cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale)
+        given += (q_norm_weight, k_norm_weight, query_seqlens)
+        inputs = Inputs(*map(as_array, given, Inputs._fields))
+        problem = validate(self.attributes, inputs)
+        return self._run(inputs, problem, as_array(present_key, "present_key"), as_array(present_value, "present_value"))
+
+    def _run(
+        self,
+        inputs: Inputs,
+        problem: Problem,
+        present_key: np.ndarray | None,
+        present_value: np.ndarray | None,
+    ) -> GroupQueryAttentionResult:
+        if self._library is None:
+            self._library = library_for(self._target)
+        sizes = DEFAULT_BLOCK_SIZES[self._library.target]
+        choice = choose_strategy(
+            self._strategy, self.attributes, problem, sizes.kv_chunk, self._naive_only
+        )
+        append, attend = self._specs(problem, choice)
+        kernels = self._library.kernel(append), self._library.kernel(attend)
+        dtype = np.dtype({"f32": np.float32, "i8": np.int8, "i4": np.uint8}[self._cache])
+        keys = prepare_present("key", inputs.past_key, present_key, dtype, problem)
+        values = prepare_present("value", inputs.past_value, present_value, dtype, problem)
+        self._refuse_shared_presents(keys, values)
+
+        launcher().use_threads(self._num_threads)
+        call = AttentionCall(self.attributes, inputs, problem, keys.storage, values.storage)
+        output_qk = self._allocate_output_qk(problem)
+        output = aligned_empty(
+            (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size),
+            np.float32,
+        )
+        if problem.kv_sequence_length:
+            run_append(kernels[0], call)
+        if choice.strategy is Strategy.NAIVE:
+            run_naive(kernels[1], call, output, output_qk)
+        elif choice.few_rows:
+            chunked = choice.strategy is Strategy.FLASH_DECODING
+            run_flash_decode(kernels[1], call, output, attend, sizes, chunked)
+        else:
+            run_flash(kernels[1], call, output)
+        keys.finish()
+        values.finish()
+        names = (append.name, attend.name) if problem.kv_sequence_length else (attend.name,)
+        self.last_plan = Plan(
+            choice.strategy, choice.reason, names, sizes, self._num_threads, self._library.target
+        )
+        flat = output.reshape(problem.batch_size, problem.sequence_length, -1)
+        return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
+
+    def _specs(self, problem: Problem, choice: Choice) -> tuple[KernelSpec, KernelSpec]:
+        head_size, cache = problem.head_size, self._cache
+        append = KernelSpec("append", cache, head_size)
+        if choice.strategy is Strategy.NAIVE:
+            return append, KernelSpec("naive", cache, head_size)
+        if choice.few_rows:
+            return append, KernelSpec("flash_decode", cache, head_size, row_tile_for(problem.group_size))
+        return append, KernelSpec("flash_prefill", cache, head_size)
+
+    def _allocate_output_qk(self, problem: Problem) -> np.ndarray | None:
+        if not self.attributes.qk_output:
+            return None
+        shape = (
+            problem.batch_size,
+            problem.num_heads,
+            problem.sequence_length,
+            problem.total_sequence_length,
+        )
+        return aligned_zeros(shape, np.float32)
+
+    @staticmethod
+    def _refuse_shared_presents(keys: Present, values: Present) -> None:
+        if keys.array.size and np.may_share_memory(keys.array, values.array):
+            if np.shares_memory(keys.array, values.array, max_work=1):
+                raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")

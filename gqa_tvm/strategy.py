@@ -1,0 +1,85 @@
+"""Which attention kernel a call runs, and why."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from enum import Enum
+
+from .attributes import Attributes
+from .errors import InvalidArgument
+from .validation import Problem
+
+
+class Strategy(str, Enum):
+    """Forms of the attention computation; they agree within the accuracy contract."""
+
+    AUTO = "auto"
+    NAIVE = "naive"
+    FLASH = "flash"
+    FLASH_DECODING = "flash_decoding"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """strategy (never AUTO) with its reason; few_rows: flash runs the kernel with head columns as lanes."""
+
+    strategy: Strategy
+    reason: str
+    few_rows: bool = False
+
+
+# Up to this many query rows per KV head the kernel that keeps the head in lanes is the faster one.
+FEW_ROWS = 32
+
+
+def strategy_from(name: str) -> Strategy:
+    """The strategy of this name. Raises InvalidArgument that lists the valid ones."""
+    try:
+        return Strategy(name)
+    except ValueError:
+        names = ", ".join(strategy.value for strategy in Strategy)
+        raise InvalidArgument(f"strategy must be one of {names}, got {name!r}") from None
+
+
+def flash_disabled() -> bool:
+    """ORT_GQA_DISABLE_FLASH_ATTENTION, with ONNX Runtime's spelling of yes and no."""
+    value = os.environ.get("ORT_GQA_DISABLE_FLASH_ATTENTION", "")
+    if value in ("1", "true", "True"):
+        return True
+    if value in ("", "0", "false", "False"):
+        return False
+    raise InvalidArgument(f"ORT_GQA_DISABLE_FLASH_ATTENTION must be 0 or 1, got {value!r}")
+
+
+def choose_strategy(
+    wanted: Strategy, attributes: Attributes, problem: Problem, kv_chunk: int, naive_only: bool
+) -> Choice:
+    """The kernel for a call; depends on its shapes alone, never on threads, so that results do not either.
+
+    naive_only: flash is disabled by the environment. Raises InvalidArgument if a forced strategy cannot run.
+    """
+    rows = problem.sequence_length * problem.group_size
+    few_rows = rows <= FEW_ROWS or problem.sequence_length == 1
+    if wanted is not Strategy.AUTO:
+        return _forced(wanted, attributes, few_rows, rows)
+    if attributes.qk_output:
+        return Choice(Strategy.NAIVE, "output_qk is only computed by naive")
+    if naive_only:
+        return Choice(Strategy.NAIVE, "ORT_GQA_DISABLE_FLASH_ATTENTION is set")
+    if few_rows and problem.total_sequence_length > kv_chunk:
+        reason = f"{rows} rows per KV head over more than {kv_chunk} keys"
+        return Choice(Strategy.FLASH_DECODING, reason, few_rows=True)
+    return Choice(Strategy.FLASH, f"{rows} rows per KV head", few_rows)
+
+
+def _forced(wanted: Strategy, attributes: Attributes, few_rows: bool, rows: int) -> Choice:
+    if wanted is not Strategy.NAIVE and attributes.qk_output:
+        raise InvalidArgument(
+            f"strategy {wanted.value!r} cannot give output_qk (qk_output={attributes.qk_output}); "
+            "use 'naive' or 'auto'"
+        )
+    if wanted is Strategy.FLASH_DECODING:
+        # Any number of rows runs, in groups; it is merely slower than flash for many.
+        return Choice(wanted, "asked for", few_rows=True)
+    return Choice(wanted, "asked for", few_rows=few_rows and wanted is Strategy.FLASH)

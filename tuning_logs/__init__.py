@@ -1,0 +1,1 @@
+"""Tuned sizes per target; empty until a target is tuned."""
