@@ -48,6 +48,18 @@ def _store_sums(source, target, rows: int, keys: int, lanes: int) -> None:
             T.buffer_store(target, target[r, index] + picked, [r, index])
 
 
+def _describe_lane_sum(source, target, rows: int, keys: int, lanes: int) -> None:
+    """The loop nest of the intrinsic; axes of extent 1 have no iterator, as the matcher has dropped theirs."""
+    extents = {axis: n for axis, n in (("r", rows), ("k", keys)) if n > 1}
+    with T.grid(*extents.values(), lanes) as loops:
+        loops = dict(zip((*extents, "lane"), loops if extents else (loops,), strict=True))
+        with T.sblock("sum"):
+            axis = {name: T.axis.spatial(extents[name], loops[name]) for name in extents}
+            lane = T.axis.reduce(lanes, loops["lane"])
+            r, k = axis.get("r", 0), axis.get("k", 0)
+            T.buffer_store(target, target[r, k] + source[k, r, lane], [r, k])
+
+
 def register_lane_sum(rows: int, keys: int, lanes: int) -> str:
     """Register out[r, k] += sum_lane in[k, r, lane] for a [rows, keys] tile; returns the intrinsic's name."""
     name = f"gqa_lane_sum_r{rows}_k{keys}_w{lanes}"
@@ -59,10 +71,7 @@ def register_lane_sum(rows: int, keys: int, lanes: int) -> str:
         with T.sblock("root"):
             T.reads(C[0:rows, 0:keys], A[0:keys, 0:rows, 0:lanes])
             T.writes(C[0:rows, 0:keys])
-            for r, k, lane in T.grid(rows, keys, lanes):
-                with T.sblock("sum"):
-                    vr, vk, vl = T.axis.remap("SSR", [r, k, lane])
-                    C[vr, vk] = C[vr, vk] + A[vk, vr, vl]
+            _describe_lane_sum(A, C, rows, keys, lanes)
 
     @T.prim_func(s_tir=True)
     def implementation(a: T.handle, c: T.handle) -> None:

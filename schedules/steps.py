@@ -137,7 +137,7 @@ def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intri
     sch.compute_at(partial, t_outer, preserve_unit_loops=True)
     zero = sch.decompose_reduction(scores, m)
     sch.vectorize(_own_loops(sch, zero, 1)[0])
-    sch.tensorize(m, intrinsic)
+    sch.tensorize(m if row_tile > 1 else t_inner, intrinsic)
     t, m, lane, v, plane = _own_loops(sch, partial, 5)
     # Key by key in memory order: the hardware prefetcher follows whole rows.
     sch.reorder(t, v, plane, m, lane)

@@ -62,7 +62,7 @@ def _row_index(rows, r):
 
 
 def _normalise_qk(buffers, scalars, rows, count, b, m, l, output_qk):
-    state = T.sblock_allocbuffer_parameter((4,))
+    state = T.sblock_alloc_buffer((4,))
     with T.serial(0, count) as r:
         row_factor(buffers, scalars, rows.head[r], m[r], l[r], state)
         with T.serial(0, rows.end_key[r]) as key:
@@ -134,14 +134,14 @@ def naive(spec: KernelSpec, sizes):
                 vn: T.let = an
                 first_row: T.let = ai * M
                 rows = T.meta_var(allocate_row_block(M))
-                query_t = T.sblock_allocbuffer_parameter((E, columns, M))
-                keys = T.sblock_allocbuffer_parameter((BC, E, columns))
-                values = T.sblock_allocbuffer_parameter((BC, E, columns))
-                scores = T.sblock_allocbuffer_parameter((BC, M))
-                acc = T.sblock_allocbuffer_parameter((M, E, columns))
-                m = T.sblock_allocbuffer_parameter((M,))
-                l = T.sblock_allocbuffer_parameter((M,))
-                beta = T.sblock_allocbuffer_parameter((M,))
+                query_t = T.sblock_alloc_buffer((E, columns, M))
+                keys = T.sblock_alloc_buffer((BC, E, columns))
+                values = T.sblock_alloc_buffer((BC, E, columns))
+                scores = T.sblock_alloc_buffer((BC, M))
+                acc = T.sblock_alloc_buffer((M, E, columns))
+                m = T.sblock_alloc_buffer((M,))
+                l = T.sblock_alloc_buffer((M,))
+                beta = T.sblock_alloc_buffer((M,))
                 total: T.let = x.total_lengths[vb]
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 describe_rows(
