@@ -1,0 +1,67 @@
+"""Imports go one way; read from the source."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMPILER_SIDE = {"tvm", "gqa_tvm.lowering", "gqa_tvm.loops", "gqa_tvm.definitions"}
+
+
+def _imports(path: Path, package: str, top_level_only: bool) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parts, node.module or ""]).strip(".")
+            found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def _touches(imports: set[str], modules: set[str]) -> set[str]:
+    return {i for i in imports for m in modules if i == m or i.startswith(m + ".")}
+
+
+@pytest.mark.parametrize("name", ["operator", "runtime", "kernel_calls", "kv_cache", "strategy", "arrays", "kernels", "targets", "build"])
+def test_inference_does_not_import_the_compiler(name):
+    imports = _imports(ROOT / "gqa_tvm" / f"{name}.py", "gqa_tvm", top_level_only=True)
+    assert not _touches(imports, COMPILER_SIDE)
+
+
+def test_reference_imports_numpy_only():
+    imports = _imports(ROOT / "gqa_tvm" / "reference.py", "gqa_tvm", top_level_only=False)
+    assert not _touches(imports, {"tvm", "tvm_ffi", "gqa_tvm"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "gqa_tvm" / "definitions").glob("*.py")), ids=lambda p: p.stem)
+def test_definitions_know_no_target_and_no_schedule(path):
+    imports = _imports(path, "gqa_tvm.definitions", top_level_only=False)
+    ours = {i for i in imports if i.startswith("gqa_tvm") and not i.startswith("gqa_tvm.definitions")}
+    assert not ours and not _touches(imports, {"tvm.script", "tvm.s_tir", "tvm.target"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "schedules").glob("*.py")), ids=lambda p: p.stem)
+def test_schedules_know_no_math(path):
+    imports = _imports(path, "gqa_tvm.schedules", top_level_only=False)
+    assert not _touches(imports, {"gqa_tvm.definitions", "gqa_tvm.loops", "tvm.te"})
+
+
+def test_block_sizes_need_no_compiler():
+    imports = _imports(ROOT / "schedules" / "block_sizes.py", "gqa_tvm.schedules", top_level_only=False)
+    assert not _touches(imports, {"tvm"})
+
+
+def test_target_files_have_the_same_functions():
+    names = {}
+    for target in ("generic", "x86_avx2", "x86_avx512"):
+        tree = ast.parse((ROOT / "schedules" / f"{target}.py").read_text())
+        names[target] = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names if a.name.startswith("schedule_")}
+        names[target] |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+    assert names["generic"] == names["x86_avx2"] == names["x86_avx512"]
