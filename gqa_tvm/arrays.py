@@ -43,9 +43,9 @@ class _Writable:
 def readable(array: np.ndarray) -> np.ndarray:
     """The array as kernels take it: aligned elements, contiguous last axis; a copy only where it is not so."""
     if not array.flags.aligned or (array.shape[-1] > 1 and array.strides[-1] != array.itemsize):
-        return np.ascontiguousarray(array)
+        return np.array(array, order="C")
     if any(stride < 0 or stride % array.itemsize for stride in array.strides):
-        return np.ascontiguousarray(array)
+        return np.array(array, order="C")
     if not array.flags.writeable:
         return np.asarray(_Writable(array))
     return array
