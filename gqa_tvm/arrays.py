@@ -51,6 +51,12 @@ def readable(array: np.ndarray) -> np.ndarray:
     return array
 
 
+def required(array: np.ndarray | None) -> np.ndarray:
+    """An input that validation has found present, `readable`."""
+    assert array is not None
+    return readable(array)
+
+
 def kernels_can_write(array: np.ndarray) -> bool:
     """Whether a cache can be written in place by the kernels."""
     return bool(

@@ -109,9 +109,7 @@ def _integer(name: str, value: object) -> int:
     if not _INT32_MIN <= number <= _INT32_MAX:
         # Python refuses to print integers of several thousand digits.
         came = str(number) if number.bit_length() <= 64 else f"{number.bit_length()} bits"
-        raise InvalidArgument(
-            f"Attribute '{name}' must be in [{_INT32_MIN}, {_INT32_MAX}], got {came}."
-        )
+        raise InvalidArgument(f"Attribute '{name}' must be in [{_INT32_MIN}, {_INT32_MAX}], got {came}.")
     return number
 
 
@@ -164,8 +162,7 @@ def _check_window(attributes: Attributes) -> None:
     window = attributes.local_window_size
     if attributes.sliding_window_cache == 1 and window <= 0:
         raise InvalidArgument(
-            "GroupQueryAttention (CPU): sliding_window_cache=1 requires local_window_size > 0. "
-            f"Got {window}."
+            f"GroupQueryAttention (CPU): sliding_window_cache=1 requires local_window_size > 0. Got {window}."
         )
     if window == 0 or window < -1:
         raise InvalidArgument(f"local_window_size must be -1 (off) or at least 1, got {window}.")
@@ -177,21 +174,16 @@ def _check_quantization(attributes: Attributes) -> None:
     if k_type != v_type:
         if k_type == "NONE":
             raise InvalidArgument(
-                f"v_quant_type needs the same k_quant_type, got k_quant_type={k_type}, "
-                f"v_quant_type={v_type}."
+                f"v_quant_type needs the same k_quant_type, got k_quant_type={k_type}, v_quant_type={v_type}."
             )
         raise InvalidArgument(
             "CPU GroupQueryAttention requires k_quant_type == v_quant_type, got different types: "
             f"{k_type} and {v_type}."
         )
     if attributes.is_quantized and width not in (4, 8):
-        raise InvalidArgument(
-            f"kv_cache_bit_width must be 4 or 8 when quantization is enabled, got {width}."
-        )
+        raise InvalidArgument(f"kv_cache_bit_width must be 4 or 8 when quantization is enabled, got {width}.")
     if not attributes.is_quantized and width != 0:
-        raise InvalidArgument(
-            f"kv_cache_bit_width must be 0 when quantization is disabled, got {width}."
-        )
+        raise InvalidArgument(f"kv_cache_bit_width must be 0 when quantization is disabled, got {width}.")
 
 
 def _check_grouping_and_outputs(attributes: Attributes) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 DESCRIPTION = "Grouped query attention for CPUs with a float32, INT8 or INT4 KV cache."
 DEMO_PROMPT = "Write one sentence about the ocean."
 DEMO_CACHE = "int8-per-channel"
+MODEL_HEAD_SIZE = 64
 MAX_EVALUATION_TOKENS = 2048  # the byte vocabulary of the tiny model needs many more tokens
 
 
@@ -74,9 +75,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser)
-    parser.add_argument(
-        "--temperature", type=_not_negative, default=0.0, help="0 = greedy (%(default)s)"
-    )
+    parser.add_argument("--temperature", type=_not_negative, default=0.0, help="0 = greedy (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
 
 
@@ -94,6 +93,7 @@ def _demo(options: argparse.Namespace) -> int:
     from gqa_tvm.language_model import corpus, report
 
     options.temperature, options.seed = 0.0, 0
+    _build_with_progress(None, (MODEL_HEAD_SIZE,))
     with _limited_blas_threads(options.threads):
         model, attention = _load(options)
         magnitudes = _calibrate(model, attention)
@@ -161,6 +161,59 @@ def _limited_blas_threads(threads: int | None) -> AbstractContextManager[Any]:
     return limits
 
 
+def _add_no_arguments(parser: argparse.ArgumentParser) -> None:
+    """A command without options."""
+
+
+def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
+    from gqa_tvm.build import USUAL_HEAD_SIZES
+    from gqa_tvm.targets import TARGETS
+
+    parser.add_argument("--target", choices=TARGETS, help="variant to build (the best for this CPU)")
+    parser.add_argument("--head-sizes", type=_positive, nargs="+", default=list(USUAL_HEAD_SIZES))
+
+
+def _build_with_progress(target: str | None, head_sizes: Sequence[int]) -> int:
+    """Builds what is missing and returns how many kernels are there now."""
+    from gqa_tvm.build import build, usual_kernels
+    from gqa_tvm.progress import ProgressBar
+
+    with ProgressBar("building kernels", len(usual_kernels(head_sizes))) as bar:
+        paths = build(target, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}"))
+        bar.advance(len(paths) - bar.done, "kernels built")
+    return len(paths)
+
+
+def _build(options: argparse.Namespace) -> int:
+    """Builds the usual kernels into the cache."""
+    from gqa_tvm.kernel_cache import kernel_directory
+    from gqa_tvm.targets import best_target
+
+    target = options.target or best_target()
+    count = _build_with_progress(target, options.head_sizes)
+    print(f"{count} kernels for {target} in {kernel_directory(target)}")
+    return 0
+
+
+def _info(options: argparse.Namespace) -> int:
+    """Prints the target chosen for this CPU, its facts and the kernels on disk."""
+    from dataclasses import asdict
+
+    from gqa_tvm.kernel_cache import kernel_directory
+    from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
+    from gqa_tvm.targets import FALLBACKS, architecture, best_target, missing_features, target_facts
+
+    for target in FALLBACKS.get(architecture(), ("generic",)):
+        missing = ", ".join(sorted(missing_features(target)))
+        print(f"{target:12} {'lacks ' + missing if missing else 'runs here'}")
+    target = best_target()
+    print(f"chosen: {target}")
+    for name, value in {**asdict(target_facts(target)), **DEFAULT_BLOCK_SIZES[target].as_dict()}.items():
+        print(f"  {name:20} {value}")
+    print(f"kernels: {len(list(kernel_directory(target).glob('*.so')))} in {kernel_directory(target)}")
+    return 0
+
+
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -178,6 +231,8 @@ def _not_negative(text: str) -> float:
 COMMANDS = (
     Command("generate", "answer a prompt with SmolLM2", _add_generate_arguments, _generate),
     Command("demo", "answer a prompt, then compare all caches", _add_model_arguments, _demo),
+    Command("build", "build kernels ahead for this CPU", _add_build_arguments, _build),
+    Command("info", "show this CPU's target and the kernels built for it", _add_no_arguments, _info),
 )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import os
 from functools import lru_cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 from .kernels import KernelSpec
@@ -32,10 +33,11 @@ def _version(package: str) -> str:
 @lru_cache(maxsize=1)
 def build_stamp() -> str:
     """Hash of everything a kernel's code depends on: our sources and the compiler's version."""
-    from . import schedules
-
     package = Path(__file__).parent
-    folders = [package / name for name in _CODE_FOLDERS] + [Path(schedules.__file__).parent]
+    schedules = find_spec(f"{__package__}.schedules")
+    if schedules is None or schedules.origin is None:
+        raise RuntimeError("the installation is incomplete: gqa_tvm.schedules is missing")
+    folders = [package / name for name in _CODE_FOLDERS] + [Path(schedules.origin).parent]
     files = [package / name for name in _CODE_FILES]
     files += [path for folder in folders for path in folder.iterdir() if path.suffix in {".py", ".c", ".h"}]
     digest = hashlib.sha256()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import aligned_empty, readable, strided_view
+from .arrays import aligned_empty, readable, required, strided_view
 from .attributes import Attributes
 from .kernel_arguments import (
     ROTARY_HALF_SPLIT,
@@ -77,11 +77,11 @@ class AttentionCall:
             self.key = _heads(query, p.num_heads, p.kv_num_heads, p.head_size)
             self.value = _heads(query, p.num_heads + p.kv_num_heads, p.kv_num_heads, p.head_size)
         elif p.kv_sequence_length:
-            self.key = _heads(readable(inputs.key), 0, p.kv_num_heads, p.head_size)
-            self.value = _heads(readable(inputs.value), 0, p.kv_num_heads, p.head_size)
+            self.key = _heads(required(inputs.key), 0, p.kv_num_heads, p.head_size)
+            self.value = _heads(required(inputs.value), 0, p.kv_num_heads, p.head_size)
         rotates = p.rotary_dim > 0 and p.positions is not None
         self.rotary_tables = (
-            (p.positions, readable(inputs.cos_cache), readable(inputs.sin_cache))
+            (p.positions, required(inputs.cos_cache), required(inputs.sin_cache))
             if rotates
             else (_NO_POSITIONS, _NO_TABLE, _NO_TABLE)
         )

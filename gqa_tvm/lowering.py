@@ -54,16 +54,17 @@ def _keep_small_buffers_on_stack():
         dtype = tvm.DataType(str(allocation.buffer.dtype))
         if elements * dtype.itemsize > _STACK_LIMIT_BYTES:
             return allocation
-        annotations = {**dict(allocation.annotations), "disable_lower_builtin": tirx.IntImm("int32", 1)}
+        annotations = {
+            **dict(allocation.annotations),
+            "disable_lower_builtin": tirx.IntImm("int32", 1),
+        }
         return tirx.AllocBuffer(allocation.buffer, annotations)
 
     @tvm.transform.module_pass(opt_level=0)
     def rewrite(mod, _context):
         return tvm.IRModule(
             {
-                name: function.with_body(
-                    tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, on_stack))
-                )
+                name: function.with_body(tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, on_stack)))
                 for name, function in mod.functions.items()
             }
         )

@@ -120,12 +120,20 @@ class GroupQueryAttention:
         as present (the same array: in place). present_key, present_value left out: new arrays are made. Raises
         InvalidArgument, and then every array is as it was.
         """
-        given = (query, key, value, past_key, past_value, seqlens_k, total_sequence_length)
-        given += (cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale)
-        given += (q_norm_weight, k_norm_weight, query_seqlens)
-        inputs = Inputs(*map(as_array, given, Inputs._fields))
+        given = (
+            *(query, key, value, past_key, past_value, seqlens_k, total_sequence_length),
+            *(cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale),
+            *(q_norm_weight, k_norm_weight, query_seqlens),
+        )
+        arrays: list[Any] = [as_array(array, name) for array, name in zip(given, Inputs._fields, strict=True)]
+        inputs = Inputs(*arrays)
         problem = validate(self.attributes, inputs)
-        return self._run(inputs, problem, as_array(present_key, "present_key"), as_array(present_value, "present_value"))
+        return self._run(
+            inputs,
+            problem,
+            as_array(present_key, "present_key"),
+            as_array(present_value, "present_value"),
+        )
 
     def _run(
         self,
@@ -137,9 +145,7 @@ class GroupQueryAttention:
         if self._library is None:
             self._library = library_for(self._target)
         sizes = DEFAULT_BLOCK_SIZES[self._library.target]
-        choice = choose_strategy(
-            self._strategy, self.attributes, problem, sizes.kv_chunk, self._naive_only
-        )
+        choice = choose_strategy(self._strategy, self.attributes, problem, sizes.kv_chunk, self._naive_only)
         append, attend = self._specs(problem, choice)
         kernels = self._library.kernel(append), self._library.kernel(attend)
         dtype = np.dtype({"f32": np.float32, "i8": np.int8, "i4": np.uint8}[self._cache])
@@ -166,9 +172,7 @@ class GroupQueryAttention:
         keys.finish()
         values.finish()
         names = (append.name, attend.name) if problem.kv_sequence_length else (attend.name,)
-        self.last_plan = Plan(
-            choice.strategy, choice.reason, names, sizes, self._num_threads, self._library.target
-        )
+        self.last_plan = Plan(choice.strategy, choice.reason, names, sizes, self._num_threads, self._library.target)
         flat = output.reshape(problem.batch_size, problem.sequence_length, -1)
         return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
 
@@ -194,6 +198,6 @@ class GroupQueryAttention:
 
     @staticmethod
     def _refuse_shared_presents(keys: Present, values: Present) -> None:
-        if keys.array.size and np.may_share_memory(keys.array, values.array):
-            if np.shares_memory(keys.array, values.array, max_work=1):
-                raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")
+        # Bounds alone would refuse keys and values interleaved in one buffer.
+        if keys.array.size and np.shares_memory(keys.array, values.array):
+            raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")

@@ -129,9 +129,7 @@ def group_query_attention(
     return ReferenceResult(output, present_key, present_value, output_qk)
 
 
-def _lengths(
-    seqlens_k: Array, total_length: Array | int, query_seqlens: Array | None, new_tokens: int
-) -> Lengths:
+def _lengths(seqlens_k: Array, total_length: Array | int, query_seqlens: Array | None, new_tokens: int) -> Lengths:
     total = int(np.asarray(total_length).reshape(()))
     totals = np.asarray(seqlens_k).reshape(-1).astype(np.int64) + 1
     counts = np.full(len(totals), new_tokens)
@@ -160,9 +158,7 @@ def split_heads(
     return heads, key.reshape(kv_shape), value.reshape(kv_shape)
 
 
-def rotary_positions(
-    position_ids: Array | None, lengths: Lengths, new_tokens: int, is_prompt: bool
-) -> Array:
+def rotary_positions(position_ids: Array | None, lengths: Lengths, new_tokens: int, is_prompt: bool) -> Array:
     """The rotary position of each new token, int64 [B, S]; a first prompt counts up from one id."""
     steps = np.arange(new_tokens)[None]
     if position_ids is None:
@@ -249,9 +245,7 @@ def _head_scales(scale: Array | None, quant_type: str, kv_num_heads: int, head_s
     return scale.reshape((kv_num_heads, 1, head_size) if per_channel else (1, 1, 1))
 
 
-def _append(
-    past: Array | None, new: Array, scale: Array, bits: int, lengths: Lengths, in_place: bool
-) -> Array:
+def _append(past: Array | None, new: Array, scale: Array, bits: int, lengths: Lengths, in_place: bool) -> Array:
     """present [B, N_kv, max(T, C), HP]: past followed by the rows of new [B, S or 0, N_kv, H]."""
     rows = new.swapaxes(1, 2)
     codes = quantize(rows, scale, bits) if bits else rows

@@ -76,8 +76,7 @@ def choose_strategy(
 def _forced(wanted: Strategy, attributes: Attributes, few_rows: bool, rows: int) -> Choice:
     if wanted is not Strategy.NAIVE and attributes.qk_output:
         raise InvalidArgument(
-            f"strategy {wanted.value!r} cannot give output_qk (qk_output={attributes.qk_output}); "
-            "use 'naive' or 'auto'"
+            f"strategy {wanted.value!r} cannot give output_qk (qk_output={attributes.qk_output}); use 'naive' or 'auto'"
         )
     if wanted is Strategy.FLASH_DECODING:
         # Any number of rows runs, in groups; it is merely slower than flash for many.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 
 # target -> LLVM's view of it; variants are compiled for the family's baseline so that one library serves all its CPUs.
 _LLVM = {
@@ -89,7 +89,7 @@ def require_runnable(target: str) -> None:
         raise ValueError(f"target {target} needs CPU features this machine lacks: {', '.join(sorted(missing))}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_facts(target: str) -> TargetFacts:
     """Facts of `target`; cores and caches are this machine's."""
     vector_bytes, registers = {"x86-avx512": (64, 32), "x86-avx2": (32, 16), "generic": (16, 16)}[target]

@@ -108,9 +108,7 @@ def validate(attributes: Attributes, inputs: Inputs) -> Problem:
     )
 
 
-def _check_optional_inputs(
-    attributes: Attributes, inputs: Inputs, shapes: Shapes, total: int
-) -> None:
+def _check_optional_inputs(attributes: Attributes, inputs: Inputs, shapes: Shapes, total: int) -> None:
     check_position_ids_shape(inputs.position_ids, shapes)
     check_bias_shape(attributes, inputs.attention_bias, shapes)
     _check_bias_columns(inputs.attention_bias, total)
@@ -160,8 +158,7 @@ def _read_phase(shapes: Shapes, total: int) -> Phase:
 def _check_rotary_rows(rows: int, total: int) -> None:
     if rows < total:
         raise InvalidArgument(
-            "cos_cache dimension 0 shall not be less than total_sequence_length. "
-            f"Got {rows} and {total}."
+            f"cos_cache dimension 0 shall not be less than total_sequence_length. Got {rows} and {total}."
         )
 
 
@@ -186,10 +183,7 @@ def _check_scales_finite(inputs: Inputs) -> None:
 
 def _seqlens_over_rotary_text(rows: int, seqlens: np.ndarray) -> str:
     index = _first_outside(seqlens, rows)
-    return (
-        f"seqlens_k[{index}] = {seqlens[index]} is out of range for rotary cache dimension 0 "
-        f"({rows})"
-    )
+    return f"seqlens_k[{index}] = {seqlens[index]} is out of range for rotary cache dimension 0 ({rows})"
 
 
 def _seqlens_text(shapes: Shapes, total: int, seqlens: np.ndarray) -> str:
@@ -224,8 +218,7 @@ def _read_positions(
         base = int(position_ids[0, 0])
         if base < 0 or base + length > rows:
             raise InvalidArgument(
-                f"position_ids base value {base} with sequence_length {length} exceeds cos/sin "
-                f"cache range [0, {rows})"
+                f"position_ids base value {base} with sequence_length {length} exceeds cos/sin cache range [0, {rows})"
             )
         positions = np.tile(np.arange(base, base + length, dtype=np.int64), (batch, 1))
     else:
@@ -234,9 +227,7 @@ def _read_positions(
         if lowest < 0 or highest >= rows:
             flat = positions.reshape(-1)
             index = _first_outside(flat, rows)
-            raise InvalidArgument(
-                f"position_ids value {flat[index]} at index {index} is out of range [0, {rows})"
-            )
+            raise InvalidArgument(f"position_ids value {flat[index]} at index {index} is out of range [0, {rows})")
     return positions if columns else None
 
 

@@ -41,9 +41,7 @@ def read_shapes(attributes: Attributes, inputs: Inputs) -> Shapes:
         _check_past(attributes, inputs.past_key, inputs.past_value, shapes)
         shapes = shapes._replace(past_capacity=inputs.past_key.shape[2])
     elif inputs.past_key is not None or inputs.past_value is not None:
-        raise InvalidArgument(
-            "Input 'past_key' and 'past_value' shall be both present or both absent."
-        )
+        raise InvalidArgument("Input 'past_key' and 'past_value' shall be both present or both absent.")
     elif kv_length != length:
         raise InvalidArgument(
             "query and key must have the same sequence length when past_key is not provided. "
@@ -64,9 +62,7 @@ def check_rotary_pair(inputs: Inputs) -> tuple[int, int] | None:
     if cos_cache is None and sin_cache is None:
         return None
     if cos_cache is None or sin_cache is None:
-        raise InvalidArgument(
-            "Input 'cos_cache' and 'sin_cache' shall be both present or both absent."
-        )
+        raise InvalidArgument("Input 'cos_cache' and 'sin_cache' shall be both present or both absent.")
     shape = cos_cache.shape
     if shape != sin_cache.shape:
         raise InvalidArgument(
@@ -74,9 +70,7 @@ def check_rotary_pair(inputs: Inputs) -> tuple[int, int] | None:
             f"{_braces(shape)} and sin_cache shape {_braces(sin_cache.shape)}."
         )
     if len(shape) != 2:
-        raise InvalidArgument(
-            f"cos_cache and sin_cache must be 2D tensors, got {len(shape)} dimensions."
-        )
+        raise InvalidArgument(f"cos_cache and sin_cache must be 2D tensors, got {len(shape)} dimensions.")
     return shape[0], shape[1]
 
 
@@ -84,8 +78,7 @@ def check_rotary_columns(columns: int, head_size: int) -> None:
     """A rotation may cover the whole head and no more."""
     if columns > head_size // 2:
         raise InvalidArgument(
-            f"cos_cache dimension 1 must be <= head_size / 2. Got {columns} with "
-            f"head_size {head_size}."
+            f"cos_cache dimension 1 must be <= head_size / 2. Got {columns} with head_size {head_size}."
         )
 
 
@@ -94,14 +87,11 @@ def check_position_ids_shape(position_ids: np.ndarray | None, shapes: Shapes) ->
     if position_ids is None:
         return
     if position_ids.ndim != 2:
-        raise InvalidArgument(
-            f"position_ids must be a 2D tensor, got {position_ids.ndim} dimensions."
-        )
+        raise InvalidArgument(f"position_ids must be a 2D tensor, got {position_ids.ndim} dimensions.")
     rows, columns = position_ids.shape
     if rows != shapes.batch_size:
         raise InvalidArgument(
-            f"position_ids dimension 0 must be equal to the batch size, got {rows} with batch "
-            f"size {shapes.batch_size}."
+            f"position_ids dimension 0 must be equal to the batch size, got {rows} with batch size {shapes.batch_size}."
         )
     if columns < shapes.sequence_length:
         raise InvalidArgument(
@@ -153,9 +143,7 @@ def check_scale_sizes(attributes: Attributes, inputs: Inputs, head_size: int) ->
     wanted = attributes.kv_num_heads * head_size if per_channel else 1
     for name, scale in (("k_scale", inputs.k_scale), ("v_scale", inputs.v_scale)):
         if scale is not None and scale.size != wanted:
-            raise InvalidArgument(
-                f"{name} shape mismatch: expected {wanted} elements, got {scale.size}"
-            )
+            raise InvalidArgument(f"{name} shape mismatch: expected {wanted} elements, got {scale.size}")
 
 
 def _read_query(attributes: Attributes, inputs: Inputs) -> tuple[int, int, int]:
@@ -165,17 +153,12 @@ def _read_query(attributes: Attributes, inputs: Inputs) -> tuple[int, int, int]:
         raise InvalidArgument(f"Input 'query' is expected to have 3 dimensions, got {len(shape)}")
     batch, length, hidden = shape
     if batch == 0:
-        raise InvalidArgument(
-            f"batch_size must be at least 1. Input 'query' has shape {_braces(shape)}."
-        )
+        raise InvalidArgument(f"batch_size must be at least 1. Input 'query' has shape {_braces(shape)}.")
     if hidden == 0:
-        raise InvalidArgument(
-            f"head_size must be at least 1. Input 'query' has shape {_braces(shape)}."
-        )
+        raise InvalidArgument(f"head_size must be at least 1. Input 'query' has shape {_braces(shape)}.")
     if (inputs.key is None) != (inputs.value is None):
         raise InvalidArgument(
-            "Input 'key' and 'value' shall be both present, or both absent in the case of packed "
-            "qkv."
+            "Input 'key' and 'value' shall be both present, or both absent in the case of packed qkv."
         )
     heads = attributes.num_heads
     rule = "Query hidden size must be divisible by the number of query heads."
@@ -192,9 +175,7 @@ def _read_query(attributes: Attributes, inputs: Inputs) -> tuple[int, int, int]:
     return batch, length, head_size
 
 
-def _read_key_value(
-    attributes: Attributes, key: np.ndarray, value: np.ndarray, batch: int, head_size: int
-) -> int:
+def _read_key_value(attributes: Attributes, key: np.ndarray, value: np.ndarray, batch: int, head_size: int) -> int:
     """Return the sequence length key and value share."""
     if key.ndim != 3:
         raise InvalidArgument(f"Input 'key' is expected to have 3 dimensions, got {key.ndim}")
@@ -202,8 +183,7 @@ def _read_key_value(
     key_batch, _, hidden = key.shape
     if key_batch != batch:
         raise InvalidArgument(
-            "Input 'query' and 'key' shall have same dim 0 (batch size). "
-            f"Got {batch} and {key_batch}."
+            f"Input 'query' and 'key' shall have same dim 0 (batch size). Got {batch} and {key_batch}."
         )
     kv_num_heads = attributes.kv_num_heads
     if hidden % kv_num_heads:
@@ -225,21 +205,13 @@ def _read_key_value(
 
 def _value_text(batch: int, key: tuple[int, ...], value: tuple[int, ...]) -> str:
     if value[0] != batch:
-        return (
-            "Input 'query' and 'value' shall have same dim 0 (batch size). "
-            f"Got {batch} and {value[0]}."
-        )
+        return f"Input 'query' and 'value' shall have same dim 0 (batch size). Got {batch} and {value[0]}."
     if value[1] != key[1]:
-        return (
-            "Input 'key' and 'value' shall have same dim 1 (sequence length). "
-            f"Got {key[1]} and {value[1]}."
-        )
+        return f"Input 'key' and 'value' shall have same dim 1 (sequence length). Got {key[1]} and {value[1]}."
     return f"Input 'value' is expected to have same hidden size as key. Got {value[2]}, {key[2]}."
 
 
-def _check_past(
-    attributes: Attributes, past_key: np.ndarray, past_value: np.ndarray, shapes: Shapes
-) -> None:
+def _check_past(attributes: Attributes, past_key: np.ndarray, past_value: np.ndarray, shapes: Shapes) -> None:
     key, value = past_key.shape, past_value.shape
     kv_length, length = shapes.kv_sequence_length, shapes.sequence_length
     _check_past_dimension(key, value, None, 4)
@@ -259,9 +231,7 @@ def _check_past(
     _check_past_dimension(key, value, 3, shapes.packed_head_size)
 
 
-def _check_past_dimension(
-    key: tuple[int, ...], value: tuple[int, ...], axis: int | None, wanted: int
-) -> None:
+def _check_past_dimension(key: tuple[int, ...], value: tuple[int, ...], axis: int | None, wanted: int) -> None:
     """One dimension of both tensors, or their rank when axis is None."""
     for name, shape in (("past_key", key), ("past_value", value)):
         came = len(shape) if axis is None else shape[axis]
@@ -275,9 +245,7 @@ def _check_seqlens_shape(seqlens_k: np.ndarray, batch: int) -> None:
     if seqlens_k.ndim == 0:
         raise InvalidArgument("seqlens_k must be at least 1D, got scalar.")
     if seqlens_k.size != batch:
-        raise InvalidArgument(
-            f"seqlens_k must have batch_size ({batch}) elements, got {seqlens_k.size}."
-        )
+        raise InvalidArgument(f"seqlens_k must have batch_size ({batch}) elements, got {seqlens_k.size}.")
     for axis, size in enumerate(seqlens_k.shape):
         if size not in (1, batch):
             raise InvalidArgument(

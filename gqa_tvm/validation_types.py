@@ -61,7 +61,7 @@ def check_dtypes(inputs: Inputs) -> None:
             came = type(array).__name__
             raise InvalidArgument(f"Input '{name}' must be a NumPy array, got {came}.")
         elif array.dtype not in wanted:
-            raise InvalidArgument(_dtype_text(name, array.dtype, wanted))
+            raise InvalidArgument(_dtype_text(name, array.dtype, tuple(map(np.dtype, wanted))))
     past_key, past_value = inputs.past_key, inputs.past_value
     if past_key is not None and past_value is not None and past_key.dtype != past_value.dtype:
         raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""Schedules of the kernels, written once over block sizes; the target files choose the sizes and may override a kernel."""
+"""Schedules of the kernels, written once over block sizes; a target file may override a kernel."""
 
 from __future__ import annotations
 

@@ -36,7 +36,11 @@ class BlockSizes:
             (self.q_block, self.sv_row_tile, "q_block by sv_row_tile"),
             (self.kv_block, self.qk_key_tile, "kv_block by qk_key_tile"),
             (self.decode_kv_block, self.lanes, "decode_kv_block by lanes"),
-            (self.decode_kv_block, self.decode_accumulators, "decode_kv_block by decode_accumulators"),
+            (
+                self.decode_kv_block,
+                self.decode_accumulators,
+                "decode_kv_block by decode_accumulators",
+            ),
             (self.kv_chunk, self.decode_kv_block, "kv_chunk by decode_kv_block"),
         ):
             if value <= 0 or value % divisor:
@@ -55,7 +59,9 @@ class BlockSizes:
         return asdict(self)
 
 
-def _sizes(lanes: int, q_block: int, kv_block: int, qk: tuple[int, int], sv: tuple[int, int], decode: int) -> BlockSizes:
+def _sizes(
+    lanes: int, q_block: int, kv_block: int, qk: tuple[int, int], sv: tuple[int, int], decode: int
+) -> BlockSizes:
     return BlockSizes(
         lanes=lanes,
         q_block=q_block,

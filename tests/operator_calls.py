@@ -5,14 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+
 from gqa_tvm.reference import group_query_attention
 
 CACHES: dict[str, dict[str, Any]] = {
     "f32": {},
     "i8": {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 8},
-    "i8-channel": {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8},
+    "i8-channel": {
+        "k_quant_type": "PER_CHANNEL",
+        "v_quant_type": "PER_CHANNEL",
+        "kv_cache_bit_width": 8,
+    },
     "i4": {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR", "kv_cache_bit_width": 4},
-    "i4-channel": {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 4},
+    "i4-channel": {
+        "k_quant_type": "PER_CHANNEL",
+        "v_quant_type": "PER_CHANNEL",
+        "kv_cache_bit_width": 4,
+    },
 }
 
 

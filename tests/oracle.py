@@ -60,11 +60,7 @@ def run_onnxruntime(
     """
     if outputs is None:
         outputs = OUTPUT_NAMES if attributes.get("qk_output", 0) else OUTPUT_NAMES[:3]
-    arrays = {
-        name: np.array(inputs[name], order="C")
-        for name in INPUT_NAMES
-        if inputs.get(name) is not None
-    }
+    arrays = {name: np.array(inputs[name], order="C") for name in INPUT_NAMES if inputs.get(name) is not None}
     dtypes = tuple((name, array.dtype.name) for name, array in arrays.items())
     try:
         session = _session(tuple(sorted(attributes.items())), dtypes, tuple(outputs))
@@ -78,17 +74,13 @@ def run_onnxruntime(
     return OracleResult(named["output"], *(named.get(name) for name in OUTPUT_NAMES[1:]))
 
 
-def comparable_rows(
-    attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None]
-) -> np.ndarray:
+def comparable_rows(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None]) -> np.ndarray:
     """bool [B, S]: the output rows in which onnxruntime does what this project promises.
 
     A padded row of a ragged prompt sees the keys of its window that exist, maybe none.
     onnxruntime's flash path does so; its naive path shows the row the last W keys of the entry.
     """
-    query, seqlens_k, total = (
-        np.asarray(inputs[name]) for name in ("query", "seqlens_k", "total_sequence_length")
-    )
+    query, seqlens_k, total = (np.asarray(inputs[name]) for name in ("query", "seqlens_k", "total_sequence_length"))
     batch, new_tokens = query.shape[:2]
     rows = np.ones((batch, new_tokens), bool)
     is_prompt = new_tokens == total and inputs.get("query_seqlens") is None
@@ -98,9 +90,7 @@ def comparable_rows(
     return rows
 
 
-def _takes_flash(
-    attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None], total: int
-) -> bool:
+def _takes_flash(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None], total: int) -> bool:
     needs_naive = (
         attributes.get("causal", 1) != 1,
         attributes.get("softcap", 0) != 0,
@@ -132,9 +122,7 @@ def _session(
         "group_query_attention",
         [helper.make_tensor_value_info(name, types[name], None) for name in types],
         [
-            helper.make_tensor_value_info(
-                name, cache_type if name.startswith("present") else types["query"], None
-            )
+            helper.make_tensor_value_info(name, cache_type if name.startswith("present") else types["query"], None)
             for name in outputs
         ],
     )
@@ -144,9 +132,7 @@ def _session(
     options.intra_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def _run_in_place(
@@ -155,9 +141,7 @@ def _run_in_place(
     outputs: Sequence[str],
 ) -> list[np.ndarray]:
     binding = session.io_binding()
-    values = {
-        name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()
-    }
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array) for name, array in arrays.items()}
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     for name in outputs:

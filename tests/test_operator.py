@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gqa_tvm import GroupQueryAttention, InvalidArgument
 from operator_calls import CACHES, assert_close, expected, make_call
+
+from gqa_tvm import GroupQueryAttention, InvalidArgument
 
 
 def _copy(inputs):
@@ -42,9 +43,7 @@ def test_head_sizes(cache, head_size):
 @pytest.mark.parametrize("cache", ["f32", "i8", "i4"])
 def test_group_sizes(cache, heads, kv_heads):
     for tokens, total in ((1, 300), (5, 90)):
-        attributes, inputs = make_call(
-            cache, tokens=tokens, total=total, heads=heads, kv_heads=kv_heads
-        )
+        attributes, inputs = make_call(cache, tokens=tokens, total=total, heads=heads, kv_heads=kv_heads)
         got = GroupQueryAttention(**attributes)(**inputs)
         assert_close(got.output, expected(attributes, inputs).output)
 
@@ -71,10 +70,7 @@ def test_targets_give_the_same_cache_and_result(target, cache):  # B53
 @pytest.mark.parametrize("tokens,total", [(1, 3000), (100, 300)])
 def test_results_do_not_depend_on_threads_or_batch_mates(tokens, total):  # B111
     attributes, inputs = make_call("i8", tokens=tokens, total=total)
-    results = [
-        GroupQueryAttention(**attributes, num_threads=threads)(**inputs).output
-        for threads in (1, 2, 5, 2)
-    ]
+    results = [GroupQueryAttention(**attributes, num_threads=threads)(**inputs).output for threads in (1, 2, 5, 2)]
     for other in results[1:]:
         np.testing.assert_array_equal(results[0], other)
     if tokens == 1:

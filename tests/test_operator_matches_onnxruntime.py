@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from gqa_tvm import GroupQueryAttention
-from gqa_tvm.reference import group_query_attention
 from operator_calls import assert_close
 from oracle import comparable_rows, run_onnxruntime
 from random_configurations import Configuration, random_configuration
+
+from gqa_tvm import GroupQueryAttention
+from gqa_tvm.reference import group_query_attention
 
 CONFIGURATIONS = 320
 CHUNK = 8

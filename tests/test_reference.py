@@ -218,9 +218,7 @@ def test_output_qk() -> None:  # B42
     assert attention(query, key, key).output_qk is None
 
 
-@pytest.mark.parametrize(
-    "rest", [{}, {"softcap": 1.0}, {"smooth_softmax": 1}, {"head_sink": np.ones(1, np.float32)}]
-)
+@pytest.mark.parametrize("rest", [{}, {"softcap": 1.0}, {"smooth_softmax": 1}, {"head_sink": np.ones(1, np.float32)}])
 def test_fully_masked_row_is_zero(rest: dict[str, Any]) -> None:  # B44
     new, past = random(1, 1, 1, 8), random(1, 1, 3, 8)
     bias = np.full((1, 1, 1, 4), -np.inf, np.float32)

@@ -86,9 +86,7 @@ OWN: list[tuple[Call, Call, str]] = [
 
 
 @pytest.mark.parametrize(("call", "changes", "words"), OWN, ids=[row[2] for row in OWN])
-def test_a_rule_of_our_own_says_what_came_and_what_was_wanted(
-    call: Call, changes: Call, words: str
-) -> None:
+def test_a_rule_of_our_own_says_what_came_and_what_was_wanted(call: Call, changes: Call, words: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         run(call, **changes)
     assert words in str(caught.value)
@@ -211,9 +209,7 @@ def test_rotary_positions() -> None:
     assert run({}, cos_cache=f32(5, 8), sin_cache=f32(5, 8)).positions is None
     assert positions_of({"rotary": 1, "batch": 2}, seqlens_k=i32(1, 4)) == [[1], [4]]
     assert positions_of({"rotary": 1, "length": 3}) == [[2, 3, 4]]
-    assert positions_of({"rotary": 1, "length": 3}, position_ids=np.array([[9, 7, 8]])) == [
-        [9, 7, 8]
-    ]
+    assert positions_of({"rotary": 1, "length": 3}, position_ids=np.array([[9, 7, 8]])) == [[9, 7, 8]]
     prompt = {"rotary": 1, "length": 3, "total": 3, "batch": 2}
     assert positions_of(prompt) == [[0, 1, 2]] * 2
     only_the_first = np.array([[4, 99, -1], [99, 99, 99]])

@@ -63,8 +63,7 @@ MESSAGES: list[Row] = [
     (
         {},
         {"key": f32(1, 1, 24)},
-        "kv_hidden_size / kv_num_heads must be equal to head_size. "
-        "Got kv_hidden_size / kv_num_heads == 24",
+        "kv_hidden_size / kv_num_heads must be equal to head_size. Got kv_hidden_size / kv_num_heads == 24",
     ),
     ({}, {"value": f32(1, 1, 1, 16)}, "Input 'value' is expected to have 3 dimensions, got 4"),
     ({}, {"value": f32(2, 1, 16)}, "Input 'query' and 'value' shall have same dim 0 (batch size)"),
@@ -92,14 +91,12 @@ MESSAGES: list[Row] = [
     (
         {},
         {"past_key": f32(1, 1, 8, 24)},
-        "Input 'past_key' dimension 3 should match the packed KV head dimension, "
-        "got 24 expected 16",
+        "Input 'past_key' dimension 3 should match the packed KV head dimension, got 24 expected 16",
     ),
     (
         INT8,
         {"past_value": i8(1, 1, 8, 8)},
-        "Input 'past_value' dimension 3 should match the packed KV head dimension, "
-        "got 8 expected 16",
+        "Input 'past_value' dimension 3 should match the packed KV head dimension, got 8 expected 16",
     ),
     (
         INT4,
@@ -123,8 +120,7 @@ MESSAGES: list[Row] = [
     (
         {"batch": 4},
         {"seqlens_k": i32(4, 4, 4, 4).reshape(2, 2)},
-        "seqlens_k has unexpected shape. Each dimension must be 1 or batch_size (4), "
-        "got dim[0] = 2.",
+        "seqlens_k has unexpected shape. Each dimension must be 1 or batch_size (4), got dim[0] = 2.",
     ),
     ({}, {"total_sequence_length": i32(5, 5)}, "total_sequence_length tensor must be of one ele"),
     ({}, {"total_sequence_length": i32(5)[None]}, "total_sequence_length tensor must be of one"),
@@ -133,8 +129,7 @@ MESSAGES: list[Row] = [
     (
         CHUNK,
         {"total_sequence_length": i32(2)},
-        "total_sequence_length must be at least kv_sequence_length for a non-sliding cache. "
-        "Got 2 and 3.",
+        "total_sequence_length must be at least kv_sequence_length for a non-sliding cache. Got 2 and 3.",
     ),
     (
         {},
@@ -155,8 +150,7 @@ MESSAGES: list[Row] = [
     (
         ROTARY,
         {"sin_cache": f32(17, 8)},
-        "cos_cache and sin_cache must have the same shape. "
-        "Got cos_cache shape {16,8} and sin_cache shape {17,8}.",
+        "cos_cache and sin_cache must have the same shape. Got cos_cache shape {16,8} and sin_cache shape {17,8}.",
     ),
     (
         {},

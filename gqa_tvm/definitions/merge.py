@@ -20,4 +20,3 @@ def joint_maximum(maximum, sink):
 def normalise(factor, denominator):
     """What acc is multiplied by to give the output row: factor / denominator, 0 for a fully masked row."""
     return factor * reciprocal_sum(denominator)
-

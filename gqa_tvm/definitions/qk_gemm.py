@@ -32,13 +32,9 @@ def qk_gemm_rows_first(query, keys, lanes: int, name: str = "qk"):
     e = te.reduce_axis((0, planes), name="e")
     partial = te.compute(
         (keys.shape[0], rows, lanes),
-        lambda t, m, lane: te.sum(
-            keys[t, e, v * lanes + lane] * query[m, e, v * lanes + lane], axis=[v, e]
-        ),
+        lambda t, m, lane: te.sum(keys[t, e, v * lanes + lane] * query[m, e, v * lanes + lane], axis=[v, e]),
         name=f"{name}_partial",
     )
     lane = te.reduce_axis((0, lanes), name="lane")
-    scores = te.compute(
-        (rows, keys.shape[0]), lambda m, t: te.sum(partial[t, m, lane], axis=lane), name=name
-    )
+    scores = te.compute((rows, keys.shape[0]), lambda m, t: te.sum(partial[t, m, lane], axis=lane), name=name)
     return partial, scores

@@ -33,9 +33,7 @@ def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool)
     """
     rows = m_old.shape[0]
     t = te.reduce_axis((0, extent), name="t")
-    block_max = te.compute(
-        (rows,), lambda m: te.max(scores_at(m, t), axis=t), name="block_max"
-    )
+    block_max = te.compute((rows,), lambda m: te.max(scores_at(m, t), axis=t), name="block_max")
     m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
     alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
     at = (lambda a, b: (b, a)) if rows_last else (lambda a, b: (a, b))

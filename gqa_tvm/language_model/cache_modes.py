@@ -81,7 +81,4 @@ class LayerCache:
 def empty_cache(mode: CacheMode, sizes: Architecture, capacity: int) -> tuple[LayerCache, ...]:
     """Zeroed arrays for ``capacity`` tokens in every layer."""
     shape = (1, sizes.kv_num_heads, capacity, mode.packed_head_size(sizes.head_size))
-    return tuple(
-        LayerCache(np.zeros(shape, mode.dtype), np.zeros(shape, mode.dtype))
-        for _ in range(sizes.num_layers)
-    )
+    return tuple(LayerCache(np.zeros(shape, mode.dtype), np.zeros(shape, mode.dtype)) for _ in range(sizes.num_layers))

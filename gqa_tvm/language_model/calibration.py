@@ -28,9 +28,7 @@ class LayerMagnitudes:
     value: FloatArray
 
 
-def observe(
-    weights: ModelWeights, attention: AttentionFactory, tokens: Sequence[int]
-) -> tuple[LayerMagnitudes, ...]:
+def observe(weights: ModelWeights, attention: AttentionFactory, tokens: Sequence[int]) -> tuple[LayerMagnitudes, ...]:
     """Runs the calibration tokens through a float32 cache; shows a progress bar."""
     model = Transformer(weights, attention, CACHE_MODES["fp32"], None, capacity=len(tokens))
     with ProgressBar("calibrating the cache scales", len(tokens)) as progress:
@@ -39,20 +37,15 @@ def observe(
             model.forward(chunk)
             progress.advance(len(chunk))
     return tuple(
-        LayerMagnitudes(_largest_per_channel(layer.key), _largest_per_channel(layer.value))
-        for layer in model.cache
+        LayerMagnitudes(_largest_per_channel(layer.key), _largest_per_channel(layer.value)) for layer in model.cache
     )
 
 
-def scales_for(
-    mode: CacheMode, magnitudes: Sequence[LayerMagnitudes]
-) -> tuple[LayerScales, ...] | None:
+def scales_for(mode: CacheMode, magnitudes: Sequence[LayerMagnitudes]) -> tuple[LayerScales, ...] | None:
     """Scales that map the largest observed magnitude to the largest code; None for float32."""
     if mode.bit_width == 0:
         return None
-    return tuple(
-        LayerScales(_scale(mode, layer.key), _scale(mode, layer.value)) for layer in magnitudes
-    )
+    return tuple(LayerScales(_scale(mode, layer.key), _scale(mode, layer.value)) for layer in magnitudes)
 
 
 def _largest_per_channel(cache: CacheArray) -> FloatArray:

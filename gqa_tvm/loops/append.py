@@ -7,7 +7,14 @@ from tvm.script import tirx as T
 
 from ..definitions.kv_quantize import encode, inverse_scale, pack_nibbles
 from ..kernels import KernelSpec
-from .arguments import buffer_parameter, dimension, declare_cache, declare_rotary, declare_rows, declare_scale
+from .arguments import (
+    buffer_parameter,
+    declare_cache,
+    declare_rotary,
+    declare_rows,
+    declare_scale,
+    dimension,
+)
 from .rows import load_rotated
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -14,19 +14,19 @@ from ..kernels import KernelSpec
 class AttentionBuffers(NamedTuple):
     """Tensor parameters of an attention kernel. Strides marked * are run-time numbers; the last axis is contiguous."""
 
-    query: object  # [B*, S*, N*, H] float32
-    key_cache: object  # [B*, N_kv*, C*, columns] cache dtype
-    value_cache: object  # [B*, N_kv*, C*, columns] cache dtype
-    past_lengths: object  # [B] int32, absolute position of query row 0
-    total_lengths: object  # [B] int32, keys an entry may see
-    positions: object  # [B, S] int64, rotary positions; [1, 1] when rotary is 0
-    cos: object  # [max positions, rotary_dim / 2] float32
-    sin: object
-    bias: object  # [B*, N*, S*, T] float32, broadcast axes have stride 0; [1, 1, 1, 1] without bias
-    head_sink: object  # [N] float32; [1] without sinks
-    k_scale: object  # [N_kv*, H*] float32, stride 0 where one scale serves all
-    v_scale: object
-    output: object  # [B, S, N, H] float32
+    query: Any  # [B*, S*, N*, H] float32
+    key_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
+    value_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
+    past_lengths: Any  # [B] int32, absolute position of query row 0
+    total_lengths: Any  # [B] int32, keys an entry may see
+    positions: Any  # [B, S] int64, rotary positions; [1, 1] when rotary is 0
+    cos: Any  # [max positions, rotary_dim / 2] float32
+    sin: Any
+    bias: Any  # [B*, N*, S*, T] float32, broadcast axes have stride 0; [1, 1, 1, 1] without bias
+    head_sink: Any  # [N] float32; [1] without sinks
+    k_scale: Any  # [N_kv*, H*] float32, stride 0 where one scale serves all
+    v_scale: Any
+    output: Any  # [B, S, N, H] float32
 
 
 def dimension(name: str):
@@ -41,9 +41,7 @@ def buffer_parameter(name: str, handle, shape, dtype="float32", strides=None):
     if strides is None:
         buffer = T.match_buffer(handle, shape, dtype, align=size)
     else:
-        names = tuple(
-            dimension(f"{name}_{stride}") if isinstance(stride, str) else stride for stride in strides
-        )
+        names = tuple(dimension(f"{name}_{stride}") if isinstance(stride, str) else stride for stride in strides)
         buffer = T.match_buffer(handle, shape, dtype, strides=names, align=size)
     IRBuilder.name(name, buffer)
     return buffer
@@ -95,9 +93,7 @@ def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
         positions=positions,
         cos=cos,
         sin=sin,
-        bias=buffer_parameter(
-            "bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", T.int64(1))
-        ),
+        bias=buffer_parameter("bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", T.int64(1))),
         head_sink=buffer_parameter("head_sink", h.head_sink, (dimension("sinks"),)),
         k_scale=declare_scale(spec, "k_scale", h.k_scale, kv_heads),
         v_scale=declare_scale(spec, "v_scale", h.v_scale, kv_heads),
@@ -109,10 +105,10 @@ def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
 class AttentionScalars(NamedTuple):
     """Scalar parameters of an attention kernel: uniform run-time choices, so that no feature is a compiled variant."""
 
-    softmax_scale: object  # float32
-    softcap: object  # float32, 0 = off
-    window: object  # int32, keys a row sees including itself, -1 = all
-    causal: object  # int32, 0 or 1
-    rotary: object  # int32: ROTARY_OFF, ROTARY_HALF_SPLIT, ROTARY_INTERLEAVED
-    has_bias: object  # int32, 0 or 1
-    sink: object  # int32: SINK_NONE, SINK_SMOOTH, SINK_HEAD
+    softmax_scale: Any  # float32
+    softcap: Any  # float32, 0 = off
+    window: Any  # int32, keys a row sees including itself, -1 = all
+    causal: Any  # int32, 0 or 1
+    rotary: Any  # int32: ROTARY_OFF, ROTARY_HALF_SPLIT, ROTARY_INTERLEAVED
+    has_bias: Any  # int32, 0 or 1
+    sink: Any  # int32: SINK_NONE, SINK_SMOOTH, SINK_HEAD

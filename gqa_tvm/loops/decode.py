@@ -49,7 +49,11 @@ class DecodeShape(NamedTuple):
 def _cache_tensors(spec: KernelSpec, shape: DecodeShape, name: str):
     cache_rows = te.placeholder((shape.kv_block, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
     last_row = te.var("last_row", "int32")
-    return cache_rows, last_row, kv_dequantize(cache_rows, last_row, shape.columns, spec.cache, name)
+    return (
+        cache_rows,
+        last_row,
+        kv_dequantize(cache_rows, last_row, shape.columns, spec.cache, name),
+    )
 
 
 def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
@@ -62,9 +66,7 @@ def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
 def softmax_rows_first_step(shape: DecodeShape):
     scores = te.placeholder((shape.row_tile, shape.kv_block), name="scores")
     m_old, l_old = (te.placeholder((shape.row_tile,), name=name) for name in ("m_old", "l_old"))
-    outputs = online_softmax(
-        lambda m, t: scores[m, t], scores.shape, shape.kv_block, m_old, l_old, rows_last=False
-    )
+    outputs = online_softmax(lambda m, t: scores[m, t], scores.shape, shape.kv_block, m_old, l_old, rows_last=False)
     return make_step([scores, m_old, l_old, *outputs])
 
 
@@ -84,9 +86,7 @@ def _cache_block(spec: KernelSpec, cache, b, n, begin, rows: int):
 
 def _match_cache(spec: KernelSpec, region, dtype: str, rows: int):
     stride = T.int64()
-    return T.match_buffer(
-        region, (rows, spec.cache_columns), dtype, strides=(stride, 1), offset_factor=1, align=1
-    )
+    return T.match_buffer(region, (rows, spec.cache_columns), dtype, strides=(stride, 1), offset_factor=1, align=1)
 
 
 def _tile(buffer, tile, row_tile: int):
@@ -158,9 +158,7 @@ def _write_rows(spec, buffers, scalars, rows, b, n, valid, m, l, acc):
     fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
     with T.serial(0, valid) as r:
         row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
-        store_output_row(
-            spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold
-        )
+        store_output_row(spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold)
 
 
 def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
@@ -197,9 +195,7 @@ def flash_decode(spec: KernelSpec, sizes):
     """
     tiles = -(-sizes.decode_rows // spec.row_tile)
     columns = sizes.padded_columns(spec.cache_columns)
-    shape = DecodeShape(
-        spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes
-    )
+    shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     qk, softmax = qk_rows_first_step(spec, shape), softmax_rows_first_step(shape)
     sv = sv_rows_first_step(spec, shape)
@@ -232,12 +228,12 @@ def flash_decode(spec: KernelSpec, sizes):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         x = declare_attention(
             spec,
-            (query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_)
-            + (bias_, head_sink_, k_scale_, v_scale_, output_),
+            (
+                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
+                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+            ),
         )
-        scalars = T.meta_var(
-            AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
-        )
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
         partial = T.meta_var(_declare_partial(partial_, shape))
         chunks = T.meta_var(partial.shape[3])
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
@@ -265,13 +261,19 @@ def flash_decode(spec: KernelSpec, sizes):
                 active: T.let = (valid + (R - 1)) // R
                 total: T.let = x.total_lengths[vb]
                 describe_rows(
-                    rows, active * R, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
+                    rows,
+                    active * R,
+                    first_row,
+                    total_rows,
+                    group,
+                    vn,
+                    x.past_lengths[vb],
+                    total,
+                    scalars,
                 )
                 _clear_state(m, l, acc, active * R)
                 chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
-                chunk_end: T.let = T.Cast(
-                    "int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3]))
-                )
+                chunk_end: T.let = T.Cast("int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3])))
                 first_block: T.let = T.max(chunk_begin, rows.limits[0]) // BC
                 if chunk_end > T.max(chunk_begin, rows.limits[0]):
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
@@ -283,7 +285,20 @@ def flash_decode(spec: KernelSpec, sizes):
                         _emit_qk(spec, shape, qk, x.key_cache, vb, vn, begin, last, query, tile, scores)
                         process_scores(scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
-                        _emit_sv(spec, shape, sv, x.value_cache, vb, vn, begin, last, scores, acc, alpha, tile)
+                        _emit_sv(
+                            spec,
+                            shape,
+                            sv,
+                            x.value_cache,
+                            vb,
+                            vn,
+                            begin,
+                            last,
+                            scores,
+                            acc,
+                            alpha,
+                            tile,
+                        )
                 if chunks == T.int64(1):
                     _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
                 else:
@@ -305,11 +320,20 @@ def flash_decode(spec: KernelSpec, sizes):
                     valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
                     total: T.let = x.total_lengths[vb]
                     describe_rows(
-                        rows, valid, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
+                        rows,
+                        valid,
+                        first_row,
+                        total_rows,
+                        group,
+                        vn,
+                        x.past_lengths[vb],
+                        total,
+                        scalars,
                     )
                     _clear_state(m, l, acc, valid)
                     own_chunks: T.let = T.min(
-                        (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk, chunks
+                        (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk,
+                        chunks,
                     )
                     _merge_partials(shape, partial, (vb, vn, vg), own_chunks, valid, m, l, acc)
                     _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)

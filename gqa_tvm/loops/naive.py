@@ -14,15 +14,15 @@ from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .prefill import (
     clear_state,
-    pack_query,
-    write_output,
     dequantize_step,
     emit_dequantize,
     emit_softmax,
     emit_sv,
+    pack_query,
     qk_rows_last_step,
     softmax_rows_last_step,
     sv_rows_last_step,
+    write_output,
 )
 from .rows import allocate_row_block, describe_rows, row_factor
 from .score_steps import process_scores
@@ -76,7 +76,7 @@ def _declare_output_qk(handle):
 
 
 def naive(spec: KernelSpec, sizes):
-    """The naive kernel's PrimFunc; parameters as `AttentionBuffers`, then output_qk [B, N, S, T], scalars, qk_output."""
+    """The naive kernel's PrimFunc; parameters as `AttentionBuffers`, output_qk [B, N, S, T], scalars, qk_output."""
     M, BC = sizes.naive_q_block, sizes.kv_block
     E, columns = spec.cache_planes, sizes.padded_columns(spec.cache_columns)
     decode_max = dequantize_step(spec, BC, columns, "dequantize_max")
@@ -116,13 +116,13 @@ def naive(spec: KernelSpec, sizes):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         x = declare_attention(
             spec,
-            (query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_)
-            + (bias_, head_sink_, k_scale_, v_scale_, output_),
+            (
+                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
+                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+            ),
         )
         output_qk = T.meta_var(_declare_output_qk(output_qk_))
-        scalars = T.meta_var(
-            AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
-        )
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], (total_rows + (M - 1)) // M):
@@ -144,9 +144,7 @@ def naive(spec: KernelSpec, sizes):
                 beta = T.sblock_alloc_buffer((M,))
                 total: T.let = x.total_lengths[vb]
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
-                describe_rows(
-                    rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
-                )
+                describe_rows(rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
                 clear_state(m, l, acc, M)
                 first_block: T.let = rows.limits[0] // BC
@@ -154,15 +152,38 @@ def naive(spec: KernelSpec, sizes):
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
-                    emit_dequantize("dequantize_max", decode_max, spec, x.key_cache, vb, vn, begin, last, BC, keys)
-                    emit_step("qk_max_step", qk_max, [query_t, keys, scores], [whole(query_t), whole(keys)], [whole(scores)])
+                    emit_dequantize(
+                        "dequantize_max",
+                        decode_max,
+                        spec,
+                        x.key_cache,
+                        vb,
+                        vn,
+                        begin,
+                        last,
+                        BC,
+                        keys,
+                    )
+                    emit_step(
+                        "qk_max_step",
+                        qk_max,
+                        [query_t, keys, scores],
+                        [whole(query_t), whole(keys)],
+                        [whole(scores)],
+                    )
                     process_scores(scores, x, scalars, rows, 0, vb, begin, True, "_max")
                     _emit_maximum(maximum, scores, m)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
                     emit_dequantize("dequantize_k", decode_k, spec, x.key_cache, vb, vn, begin, last, BC, keys)
-                    emit_step("qk_step", qk, [query_t, keys, scores], [whole(query_t), whole(keys)], [whole(scores)])
+                    emit_step(
+                        "qk_step",
+                        qk,
+                        [query_t, keys, scores],
+                        [whole(query_t), whole(keys)],
+                        [whole(scores)],
+                    )
                     process_scores(scores, x, scalars, rows, 0, vb, begin, True)
                     if qk_output == QK_BEFORE_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
@@ -170,11 +191,21 @@ def naive(spec: KernelSpec, sizes):
                     emit_softmax(softmax, scores, m, l, beta)
                     if qk_output == QK_AFTER_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
-                    emit_dequantize("dequantize_v", decode_v, spec, x.value_cache, vb, vn, begin, last, BC, values)
+                    emit_dequantize(
+                        "dequantize_v",
+                        decode_v,
+                        spec,
+                        x.value_cache,
+                        vb,
+                        vn,
+                        begin,
+                        last,
+                        BC,
+                        values,
+                    )
                     emit_sv(sv, scores, values, acc, beta)
                 if qk_output == QK_AFTER_SOFTMAX:
                     _normalise_qk(x, scalars, rows, valid, vb, m, l, output_qk)
                 write_output(spec, x, scalars, rows, vb, vn, M, valid, m, l, acc)
 
     return kernel
-

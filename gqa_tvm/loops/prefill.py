@@ -40,9 +40,7 @@ def qk_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, 
 def softmax_rows_last_step(kv_block: int, rows: int):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
-    outputs = online_softmax(
-        lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True
-    )
+    outputs = online_softmax(lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True)
     return make_step([scores, m_old, l_old, *outputs])
 
 
@@ -51,9 +49,7 @@ def sv_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int):
     values = te.placeholder((kv_block, spec.cache_planes, columns), name="values")
     accumulator = te.placeholder((rows, spec.cache_planes, columns), name="acc_old")
     beta = te.placeholder((rows,), name="row_beta")
-    return make_step(
-        [p, values, accumulator, beta, sv_gemm(lambda m, t: p[t, m], values, accumulator, beta)]
-    )
+    return make_step([p, values, accumulator, beta, sv_gemm(lambda m, t: p[t, m], values, accumulator, beta)])
 
 
 def emit_dequantize(name: str, step, spec: KernelSpec, cache, b, n, key_begin, last_row, rows, target):
@@ -65,9 +61,7 @@ def emit_dequantize(name: str, step, spec: KernelSpec, cache, b, n, key_begin, l
         T.writes(whole(target))
         stride = T.int64()
         shape = (rows, spec.cache_columns)
-        block = T.match_buffer(
-            region, shape, cache.dtype, strides=(stride, 1), offset_factor=1, align=1
-        )
+        block = T.match_buffer(region, shape, cache.dtype, strides=(stride, 1), offset_factor=1, align=1)
         splice(step, [block, last_row, target])
 
 
@@ -122,9 +116,7 @@ def write_output(spec: KernelSpec, buffers, scalars, rows, b, n, count, valid, m
     fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
     with T.serial(0, tirx.min(T.int64(count), valid)) as r:
         row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
-        store_output_row(
-            spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold
-        )
+        store_output_row(spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold)
 
 
 def flash_prefill(spec: KernelSpec, sizes):
@@ -163,12 +155,12 @@ def flash_prefill(spec: KernelSpec, sizes):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         x = declare_attention(
             spec,
-            (query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_)
-            + (bias_, head_sink_, k_scale_, v_scale_, output_),
+            (
+                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
+                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+            ),
         )
-        scalars = T.meta_var(
-            AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink)
-        )
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         row_blocks: T.let = (total_rows + (M - 1)) // M
@@ -193,9 +185,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
                 total: T.let = x.total_lengths[vb]
-                describe_rows(
-                    rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars
-                )
+                describe_rows(rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
                 clear_state(m, l, acc, M)
                 first_block: T.let = rows.limits[0] // BC
@@ -203,13 +193,28 @@ def flash_prefill(spec: KernelSpec, sizes):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
                     emit_dequantize("dequantize_k", decode_k, spec, x.key_cache, vb, vn, begin, last, BC, keys)
-                    emit_step("qk_step", qk, [query_t, keys, scores], [whole(query_t), whole(keys)], [whole(scores)])
+                    emit_step(
+                        "qk_step",
+                        qk,
+                        [query_t, keys, scores],
+                        [whole(query_t), whole(keys)],
+                        [whole(scores)],
+                    )
                     process_scores(scores, x, scalars, rows, 0, vb, begin, True)
                     emit_softmax(softmax, scores, m, l, alpha)
-                    emit_dequantize("dequantize_v", decode_v, spec, x.value_cache, vb, vn, begin, last, BC, values)
+                    emit_dequantize(
+                        "dequantize_v",
+                        decode_v,
+                        spec,
+                        x.value_cache,
+                        vb,
+                        vn,
+                        begin,
+                        last,
+                        BC,
+                        values,
+                    )
                     emit_sv(sv, scores, values, acc, alpha)
-                write_output(
-                    spec, x, scalars, rows, vb, vn, M, total_rows - first_row, m, l, acc
-                )
+                write_output(spec, x, scalars, rows, vb, vn, M, total_rows - first_row, m, l, acc)
 
     return kernel

@@ -7,7 +7,7 @@ it and are not written back.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script import tirx as T
@@ -28,11 +28,11 @@ from .arguments import AttentionBuffers, AttentionScalars
 class RowBlock(NamedTuple):
     """Per-row facts of a task, [rows] int32 each; limits [4] int32 = min first, max first, min end, max end."""
 
-    token: object
-    head: object
-    first_key: object
-    end_key: object
-    limits: object
+    token: Any
+    head: Any
+    first_key: Any
+    end_key: Any
+    limits: Any
 
 
 def i32(value):
@@ -57,13 +57,9 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         row = T.bind(tirx.min(first_row + tirx.Cast("int64", r), total_rows - T.int64(1)))
         token = T.bind(i32(T.truncdiv(row, group)))
         position = T.bind(past + token)
-        end = T.bind(
-            tirx.Select(scalars.causal != 0, tirx.min(position + 1, total), total)
-        )
+        end = T.bind(tirx.Select(scalars.causal != 0, tirx.min(position + 1, total), total))
         begin = T.bind(
-            tirx.Select(
-                scalars.window >= 0, tirx.max(position + 1 - scalars.window, T.int32(0)), T.int32(0)
-            )
+            tirx.Select(scalars.window >= 0, tirx.max(position + 1 - scalars.window, T.int32(0)), T.int32(0))
         )
         T.buffer_store(block.token, token, [r])
         T.buffer_store(block.head, i32(kv_head * group + T.truncmod(row, group)), [r])

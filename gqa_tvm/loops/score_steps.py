@@ -46,7 +46,10 @@ def process_scores(
     with T.If(scalars.softcap > T.float32(0)):
         with T.Then():
             _elementwise(
-                f"softcap{suffix}", block_scores, (), lambda i, j, s: scores.softcap(s, scalars.softcap)
+                f"softcap{suffix}",
+                block_scores,
+                (),
+                lambda i, j, s: scores.softcap(s, scalars.softcap),
             )
 
     bias_keys = buffers.bias.shape[3]
