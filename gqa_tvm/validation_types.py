@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,7 @@ class Inputs(NamedTuple):
 
 
 _REQUIRED = ("query", "seqlens_k", "total_sequence_length")
-_INPUT_DTYPES = (
+_INPUT_DTYPES: tuple[tuple[np.dtype[Any], ...], ...] = (
     *((_FLOAT32,),) * 3,
     *((_FLOAT32, _INT8, _UINT8),) * 2,
     *((_INT32,),) * 2,
@@ -61,7 +61,7 @@ def check_dtypes(inputs: Inputs) -> None:
             came = type(array).__name__
             raise InvalidArgument(f"Input '{name}' must be a NumPy array, got {came}.")
         elif array.dtype not in wanted:
-            raise InvalidArgument(_dtype_text(name, array.dtype, tuple(map(np.dtype, wanted))))
+            raise InvalidArgument(_dtype_text(name, array.dtype, wanted))
     past_key, past_value = inputs.past_key, inputs.past_value
     if past_key is not None and past_value is not None and past_key.dtype != past_value.dtype:
         raise InvalidArgument(

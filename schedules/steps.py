@@ -1,4 +1,4 @@
-"""Schedule steps shared by the targets: each takes a schedule and the names of blocks, and changes only those blocks."""
+"""Schedule steps shared by the targets: each takes a schedule and block names, and changes only those blocks."""
 
 from __future__ import annotations
 
@@ -118,9 +118,6 @@ def _unroll_tile(sch: Schedule, block, lanes: int) -> None:
         if sch.get(loop).kind != 0 or not _is_tile_loop(sch, loop):
             break
         sch.unroll(loop)
-
-
-_LARGEST_TILE_SIDE = 32
 
 
 def _is_tile_loop(sch: Schedule, loop) -> bool:
