@@ -1,0 +1,53 @@
+"""The shared thread pool: concurrent callers, use after fork, idle cost."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from operator_calls import make_call
+
+from gqa_tvm import GroupQueryAttention
+
+
+def _setup():
+    attributes, inputs = make_call("i8", total=3000)
+    op = GroupQueryAttention(**attributes, num_threads=3)
+    return op, inputs, op(**inputs).output
+
+
+def test_python_threads_may_call_at_once():  # B112
+    op, inputs, wanted = _setup()
+    with ThreadPoolExecutor(8) as pool:
+        for output in pool.map(lambda _: op(**inputs).output, range(64)):
+            np.testing.assert_array_equal(output, wanted)
+
+
+def test_works_in_a_forked_child():
+    op, inputs, wanted = _setup()
+    child = os.fork()
+    if child == 0:
+        same = all(np.array_equal(op(**inputs).output, wanted) for _ in range(20))
+        os._exit(0 if same else 1)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            assert os.waitstatus_to_exitcode(status) == 0
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        raise AssertionError("the child hangs in its first parallel call")
+    np.testing.assert_array_equal(op(**inputs).output, wanted)
+
+
+def test_idle_workers_cost_nothing():
+    _setup()
+    time.sleep(0.05)
+    before = sum(os.times()[:2])
+    time.sleep(0.3)
+    assert sum(os.times()[:2]) - before < 0.1
