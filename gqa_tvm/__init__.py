@@ -5,12 +5,15 @@ from __future__ import annotations
 from .build import build
 from .errors import BuildError, InvalidArgument
 from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
+from .runtime import KernelLibrary, load
 
 __all__ = [
     "BuildError",
     "GroupQueryAttention",
     "GroupQueryAttentionResult",
     "InvalidArgument",
+    "KernelLibrary",
     "Plan",
     "build",
+    "load",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from .errors import BuildError
-from .kernel_cache import kernel_path, launcher_path
+from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
 from .kernels import CACHE_FORMATS, KernelSpec
 from .schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from .targets import best_target, usable_cores
@@ -62,6 +63,14 @@ def _publish(make: Callable[[Path], None], path: Path) -> None:
         os.replace(made, path)
 
 
+def _object_path(kernel: Path) -> Path:
+    return kernel.with_suffix(".o")
+
+
+def _link(objects: list[Path], output: Path) -> None:
+    _run_compiler(["-shared", *map(str, objects), "-o", str(output), "-lm"])
+
+
 def build_launcher() -> Path:
     """Compile the launcher unless it is there; returns its path."""
     path = launcher_path()
@@ -86,24 +95,22 @@ def build_kernel(spec: KernelSpec, target: str) -> Path:
                 ) from error
             module = compile_kernel(spec, target, DEFAULT_BLOCK_SIZES[target])
 
-            def link(made: Path) -> None:
-                object_file = made.with_suffix(".o")
-                module.write_to_file(str(object_file), "o")
-                _run_compiler(["-shared", str(object_file), "-o", str(made), "-lm"])
-
-            _publish(link, path)
+            _publish(lambda made: module.write_to_file(str(made), "o"), _object_path(path))
+            _publish(lambda made: _link([_object_path(path)], made), path)
     return path
 
 
 def build(
     target: str | None = None,
+    output: str | os.PathLike[str] | None = None,
     head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> list[Path]:
     """Build the usual kernels of `target` (default: the best for this CPU) into the cache, on all cores.
 
+    output: also link them into this one `.so`, with a manifest beside it, for GroupQueryAttention(library=...).
     progress: called with (done, total, kernel name). Kernels that are already there are not built again.
-    Returns their paths. Raises BuildError.
+    Returns the kernels' paths. Raises BuildError.
     """
     target = target or best_target()
     specs = usual_kernels(head_sizes)
@@ -119,4 +126,18 @@ def build(
                 done += 1
                 if progress is not None:
                     progress(done, len(specs), futures[future].name)
+    if output is not None:
+        _build_library(specs, target, Path(output))
     return [kernel_path(spec, target) for spec in specs]
+
+
+def _build_library(specs: list[KernelSpec], target: str, output: Path) -> None:
+    objects = [_object_path(kernel_path(spec, target)) for spec in specs]
+    _publish(lambda made: _link(objects, made), output)
+    names = [spec.name for spec in specs]
+    manifest = {"stamp": build_stamp(), "target": target, "bytes": output.stat().st_size, "kernels": names}
+    _publish(lambda made: _write_json(made, manifest), manifest_path(output))
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")

@@ -170,16 +170,19 @@ def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
     from gqa_tvm.targets import TARGETS
 
     parser.add_argument("--target", choices=TARGETS, help="variant to build (the best for this CPU)")
+    parser.add_argument("-o", "--output", help="also link the kernels into this one library")
     parser.add_argument("--head-sizes", type=_positive, nargs="+", default=list(USUAL_HEAD_SIZES))
 
 
-def _build_with_progress(target: str | None, head_sizes: Sequence[int]) -> int:
+def _build_with_progress(target: str | None, head_sizes: Sequence[int], output: str | None = None) -> int:
     """Builds what is missing and returns how many kernels are there now."""
     from gqa_tvm.build import build, usual_kernels
     from gqa_tvm.progress import ProgressBar
 
     with ProgressBar("building kernels", len(usual_kernels(head_sizes))) as bar:
-        paths = build(target, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}"))
+        paths = build(
+            target, output, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}")
+        )
         bar.advance(len(paths) - bar.done, "kernels built")
     return len(paths)
 
@@ -190,8 +193,8 @@ def _build(options: argparse.Namespace) -> int:
     from gqa_tvm.targets import best_target
 
     target = options.target or best_target()
-    count = _build_with_progress(target, options.head_sizes)
-    print(f"{count} kernels for {target} in {kernel_directory(target)}")
+    count = _build_with_progress(target, options.head_sizes, options.output)
+    print(f"{count} kernels for {target} in {options.output or kernel_directory(target)}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The one exception a caller of the operator has to know."""
+"""The exceptions a caller has to know."""
 
 from __future__ import annotations
 

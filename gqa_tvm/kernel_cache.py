@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -11,7 +12,8 @@ from pathlib import Path
 
 from .kernels import KernelSpec
 
-_CODE_FOLDERS = ("definitions", "loops", "native")
+_PACKAGE = Path(__file__).parent
+_CODE_FOLDERS = ("definitions", "loops")
 _CODE_FILES = ("kernels.py", "kernel_arguments.py", "lowering.py", "targets.py")
 
 
@@ -30,21 +32,34 @@ def _version(package: str) -> str:
         return "absent"
 
 
-@lru_cache(maxsize=1)
-def build_stamp() -> str:
-    """Hash of everything a kernel's code depends on: our sources and the compiler's version."""
-    package = Path(__file__).parent
-    schedules = find_spec(f"{__package__}.schedules")
-    if schedules is None or schedules.origin is None:
-        raise RuntimeError("the installation is incomplete: gqa_tvm.schedules is missing")
-    folders = [package / name for name in _CODE_FOLDERS] + [Path(schedules.origin).parent]
-    files = [package / name for name in _CODE_FILES]
-    files += [path for folder in folders for path in folder.iterdir() if path.suffix in {".py", ".c", ".h"}]
+def _hash_files(files: Iterable[Path], *extra: str) -> str:
     digest = hashlib.sha256()
     for path in sorted(files, key=lambda p: (p.parent.name, p.name)):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(f"{_version('apache-tvm')} {_version('apache-tvm-ffi')}".encode())
+    digest.update(" ".join(extra).encode())
     return digest.hexdigest()[:16]
+
+
+def _sources(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.suffix in {".py", ".c", ".h"}]
+
+
+@lru_cache(maxsize=1)
+def build_stamp() -> str:
+    """Hash of everything a kernel's code depends on: our sources and the compiler's version."""
+    schedules = find_spec(f"{__package__}.schedules")
+    if schedules is None or schedules.origin is None:
+        raise RuntimeError("the installation is incomplete: gqa_tvm.schedules is missing")
+    folders = [*(_PACKAGE / name for name in _CODE_FOLDERS), Path(schedules.origin).parent]
+    files = [_PACKAGE / name for name in _CODE_FILES]
+    files += [path for folder in folders for path in _sources(folder)]
+    return _hash_files(files, _version("apache-tvm-ffi"))
+
+
+@lru_cache(maxsize=1)
+def launcher_stamp() -> str:
+    """Hash of the launcher's sources."""
+    return _hash_files(_sources(_PACKAGE / "native"))
 
 
 def kernel_directory(target: str) -> Path:
@@ -57,6 +72,11 @@ def kernel_path(spec: KernelSpec, target: str) -> Path:
     return kernel_directory(target) / f"{spec.name}.so"
 
 
+def manifest_path(library: Path) -> Path:
+    """The manifest beside a library that holds many kernels."""
+    return library.with_name(library.name + ".json")
+
+
 def launcher_path() -> Path:
     """The shared object of the thread pool and scratch allocator that all kernels of a process share."""
-    return cache_directory() / "kernels" / build_stamp() / "launcher.so"
+    return cache_directory() / "launcher" / f"{launcher_stamp()}.so"

@@ -53,8 +53,8 @@ class GroupQueryAttention:
     Attributes are ONNX Runtime's, with its names and defaults (num_heads, kv_num_heads, scale, softcap, do_rotary,
     rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
     kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (None =
-    the cores this process may use), target (name of a variant, None = the best for this CPU), library (reserved for a
-    prebuilt library's path). Raises InvalidArgument. An instance holds no state but `last_plan`.
+    the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
+    `.so` that gqa_tvm.build made). Raises InvalidArgument. An instance holds no state but `last_plan`.
     """
 
     last_plan: Plan | None
@@ -75,17 +75,15 @@ class GroupQueryAttention:
         self._strategy = strategy_from(strategy)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise InvalidArgument(f"num_threads must be a positive integer or None, got {num_threads!r}")
-        if library is not None:
-            raise InvalidArgument(
-                f"library={library!r}: prebuilt libraries are not supported yet; kernels come from the kernel cache"
-            )
+        if library is not None and target is not None:
+            raise InvalidArgument(f"give library={library!r} or target={target!r}, not both: a library has its target")
         if target is not None:
             try:
                 require_runnable(target)
             except ValueError as error:
                 raise InvalidArgument(str(error)) from None
         self._num_threads = num_threads or usable_cores()
-        self._target = target
+        self._target, self._library_path = target, library
         self._naive_only = flash_disabled()
         self._cache: CacheFormat = {0: "f32", 8: "i8", 4: "i4"}[self.attributes.cache_bits]  # type: ignore[assignment]
         self._library: KernelLibrary | None = None
@@ -143,9 +141,9 @@ class GroupQueryAttention:
         present_value: np.ndarray | None,
     ) -> GroupQueryAttentionResult:
         if self._library is None:
-            self._library = library_for(self._target)
+            self._library = library_for(self._target, self._library_path)
         sizes = DEFAULT_BLOCK_SIZES[self._library.target]
-        choice = choose_strategy(self._strategy, self.attributes, problem, sizes.kv_chunk, self._naive_only)
+        choice = choose_strategy(self._strategy, self.attributes, problem, sizes, self._naive_only)
         append, attend = self._specs(problem, choice)
         kernels = self._library.kernel(append), self._library.kernel(attend)
         dtype = np.dtype({"f32": np.float32, "i8": np.int8, "i4": np.uint8}[self._cache])

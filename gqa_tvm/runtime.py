@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock, local
@@ -10,7 +12,8 @@ from typing import Any
 
 import tvm_ffi
 
-from .kernel_cache import kernel_path, launcher_path
+from .errors import BuildError
+from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
 from .kernels import KernelSpec
 from .targets import best_target, require_runnable
 
@@ -86,22 +89,52 @@ class KernelLibrary:
             from .build import build_kernel
 
             build_kernel(spec, self.target)
+        self._load_file(path, [spec])
+        return self._functions[spec]
+
+    def _load_file(self, path: Path, specs: list[KernelSpec]) -> None:
         services = launcher()
         with _lock:
             module = tvm_ffi.load_module(str(path))
             services.install(path)
             self._modules.append(module)
-            self._functions[spec] = module[spec.name]
-        return self._functions[spec]
+            self._functions.update({spec: module[spec.name] for spec in specs})
 
 
-_libraries: dict[str | None, KernelLibrary] = {}
+def load(path: str | os.PathLike[str]) -> KernelLibrary:
+    """The kernels of a library that `gqa_tvm.build(target, output)` made; others come from the cache as usual.
+
+    Raises BuildError for a file without a readable manifest, one of another version of this package, or a target that
+    this CPU cannot run.
+    """
+    file = Path(path).resolve()
+    try:
+        manifest = json.loads(manifest_path(file).read_text())
+        stamp, target, size = manifest["stamp"], manifest["target"], manifest["bytes"]
+        specs = [KernelSpec.parse(name) for name in manifest["kernels"]]
+        found = file.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{file} is no kernel library: its manifest {manifest_path(file).name}: {error}") from error
+    if stamp != build_stamp():
+        raise BuildError(f"{file} was built from other sources: its stamp is {stamp}, wanted {build_stamp()}")
+    # The system's loader maps a truncated file without complaint and dies on the first missing page.
+    if found != size:
+        raise BuildError(f"{file} is damaged: {found} bytes, wanted {size}")
+    try:
+        library = KernelLibrary(target)
+        library._load_file(file, specs)
+    except (ValueError, RuntimeError, OSError, AttributeError) as error:
+        raise BuildError(f"{file} cannot be loaded: {error}") from error
+    return library
 
 
-def library_for(target: str | None) -> KernelLibrary:
-    """The shared library object of a target (None = best for this CPU)."""
-    key = target or best_target()
-    with _lock:
-        if key not in _libraries:
-            _libraries[key] = KernelLibrary(key)
+_libraries: dict[str, KernelLibrary] = {}
+
+
+def library_for(target: str | None, path: str | None = None) -> KernelLibrary:
+    """The library object that operators share: of a file, or of a target (None = best for this CPU)."""
+    key = str(Path(path).resolve()) if path is not None else target or best_target()
+    if key not in _libraries:
+        library = KernelLibrary(key) if path is None else load(path)
+        _libraries.setdefault(key, library)
     return _libraries[key]

@@ -8,6 +8,7 @@ from enum import Enum
 
 from .attributes import Attributes
 from .errors import InvalidArgument
+from .schedules.block_sizes import BlockSizes
 from .validation import Problem
 
 
@@ -27,10 +28,6 @@ class Choice:
     strategy: Strategy
     reason: str
     few_rows: bool = False
-
-
-# Up to this many query rows per KV head the kernel that keeps the head in lanes is the faster one.
-FEW_ROWS = 32
 
 
 def strategy_from(name: str) -> Strategy:
@@ -53,22 +50,22 @@ def flash_disabled() -> bool:
 
 
 def choose_strategy(
-    wanted: Strategy, attributes: Attributes, problem: Problem, kv_chunk: int, naive_only: bool
+    wanted: Strategy, attributes: Attributes, problem: Problem, sizes: BlockSizes, naive_only: bool
 ) -> Choice:
     """The kernel for a call; depends on its shapes alone, never on threads, so that results do not either.
 
     naive_only: flash is disabled by the environment. Raises InvalidArgument if a forced strategy cannot run.
     """
     rows = problem.sequence_length * problem.group_size
-    few_rows = rows <= FEW_ROWS or problem.sequence_length == 1
+    few_rows = rows <= sizes.decode_rows or problem.sequence_length == 1
     if wanted is not Strategy.AUTO:
         return _forced(wanted, attributes, few_rows, rows)
     if attributes.qk_output:
         return Choice(Strategy.NAIVE, "output_qk is only computed by naive")
     if naive_only:
         return Choice(Strategy.NAIVE, "ORT_GQA_DISABLE_FLASH_ATTENTION is set")
-    if few_rows and problem.total_sequence_length > kv_chunk:
-        reason = f"{rows} rows per KV head over more than {kv_chunk} keys"
+    if few_rows and problem.total_sequence_length > sizes.kv_chunk:
+        reason = f"{rows} rows per KV head over more than {sizes.kv_chunk} keys"
         return Choice(Strategy.FLASH_DECODING, reason, few_rows=True)
     return Choice(Strategy.FLASH, f"{rows} rows per KV head", few_rows)
 

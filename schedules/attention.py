@@ -6,8 +6,6 @@ from . import intrinsics, steps
 from .block_sizes import BlockSizes
 
 Schedule = steps.Schedule
-_ELEMENTWISE_UNROLL = 2
-_REDUCTION_VECTORS = 3
 
 
 def schedule_append(sch: Schedule, sizes: BlockSizes) -> None:
@@ -19,14 +17,14 @@ def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, bias: bool) 
     # Rows as lanes read the bias with a stride: nothing to vectorise there.
     names = ["softcap", "mask"] + (["bias"] if bias else [])
     for name in names:
-        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, _ELEMENTWISE_UNROLL)
+        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
 
 
 def _schedule_rows_last_softmax(sch: Schedule, sizes: BlockSizes) -> None:
     for name in ("m_new", "alpha", "p", "l_new", "m_out"):
-        steps.vectorize_last(sch, name, sizes.lanes, _ELEMENTWISE_UNROLL)
+        steps.vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
     for name in ("block_max", "block_sum"):
-        steps.reduce_down_columns(sch, name, sizes.lanes, _REDUCTION_VECTORS)
+        steps.reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)
 
 
 def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
@@ -46,8 +44,8 @@ def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
     steps.decode_by_vectors(sch, "dequantize_max", sizes.lanes)
     steps.tile_qk_for_registers(sch, sizes, "qk_max")
     _schedule_scores(sch, sizes, "_max", bias=False)
-    steps.reduce_down_columns(sch, "row_max", sizes.lanes, _REDUCTION_VECTORS)
-    steps.vectorize_last(sch, "row_m_new", sizes.lanes, _ELEMENTWISE_UNROLL)
+    steps.reduce_down_columns(sch, "row_max", sizes.lanes, sizes.reduction_vectors)
+    steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
 
 
 def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
@@ -59,7 +57,7 @@ def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, colum
     lane_sum = intrinsics.register_lane_sum(row_tile, keys, sizes.lanes)
     steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, padded)
     _schedule_scores(sch, sizes, "", bias=True)
-    steps.vectorize_last(sch, "p", sizes.lanes, _ELEMENTWISE_UNROLL)
+    steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
     for name in ("block_max", "block_sum"):
         steps.reduce_along_row(sch, name, sizes.lanes)
     steps.tile_sv_for_few_rows(sch, sizes, row_tile, padded)

@@ -28,6 +28,9 @@ class BlockSizes:
     decode_accumulators: int
     decode_sv_unroll: int
     kv_chunk: int
+    # vectors in flight in elementwise loops and in reductions over the keys
+    elementwise_vectors: int = 2
+    reduction_vectors: int = 3
 
     def __post_init__(self) -> None:
         for value, divisor, what in (

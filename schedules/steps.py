@@ -13,15 +13,6 @@ def _own_loops(sch: Schedule, block, count: int):
     return sch.get_loops(block)[-count:]
 
 
-def has_block(sch: Schedule, name: str) -> bool:
-    """Whether the function has a block of this name (steps of absent features have none)."""
-    try:
-        sch.get_sblock(name)
-    except Exception:  # a ScheduleError of TVM, which derives from several classes
-        return False
-    return True
-
-
 def parallelize_tasks(sch: Schedule, block_name: str = "task") -> None:
     """Run the tasks (the loops around the outermost block) on all threads."""
     loops = sch.get_loops(sch.get_sblock(block_name))
@@ -183,12 +174,7 @@ def reduce_along_row(sch: Schedule, block_name: str, lanes: int) -> None:
     _, t = _own_loops(sch, sch.get_sblock(block_name), 2)
     _, lane = sch.split(t, [None, lanes])
     by_lane = sch.rfactor(lane, 1)
-    lane, row, step = _lane_row_step(sch, by_lane)
+    row, step, lane = _own_loops(sch, by_lane, 3)
     sch.reorder(row, step, lane)
     sch.vectorize(lane)
     sch.decompose_reduction(by_lane, step)
-
-
-def _lane_row_step(sch: Schedule, block):
-    row, step, lane = _own_loops(sch, block, 3)
-    return lane, row, step

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from operator_calls import make_call
+
+from gqa_tvm import GroupQueryAttention
 
 ROOT = Path(__file__).parents[1]
 COMPILER_SIDE = {"tvm", "gqa_tvm.lowering", "gqa_tvm.loops", "gqa_tvm.definitions"}
@@ -84,3 +89,14 @@ def test_target_files_have_the_same_functions():
         }
         names[target] |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
     assert names["generic"] == names["x86_avx2"] == names["x86_avx512"]
+
+
+def test_a_call_of_built_kernels_loads_no_compiler():
+    attributes, inputs = make_call("i8")
+    GroupQueryAttention(**attributes)(**inputs)  # builds what is missing
+    code = (
+        "import sys; from operator_calls import make_call; from gqa_tvm import GroupQueryAttention\n"
+        "attributes, inputs = make_call('i8'); GroupQueryAttention(**attributes)(**inputs)\n"
+        "assert 'tvm' not in sys.modules, 'tvm was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)

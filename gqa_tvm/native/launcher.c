@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include "raised.h"
 #include "waiting.h"
 #include "workspace.h"
 
@@ -28,10 +29,6 @@ typedef struct {
   int32_t num_task;
 } TVMParallelGroupEnv;
 typedef int (*FTVMParallelLambda)(int task_id, TVMParallelGroupEnv* penv, void* cdata);
-
-extern void TVMFFIErrorMoveFromRaised(void** error) __attribute__((weak));
-extern void TVMFFIErrorSetRaised(void* error) __attribute__((weak));
-extern int TVMFFIObjectDecRef(void* object) __attribute__((weak));
 
 static _Thread_local int wanted_threads; /* 0: not set yet */
 
@@ -69,24 +66,9 @@ static struct {
   alignas(LINE) atomic_int workers;
   atomic_int idle; /* sleeping ones included */
   atomic_int jobs_used;
+  atomic_int caller_cpu; /* of the latest launch */
   atomic_bool growing;
 } pool;
-
-static void* take_raised(void) {
-  void* error = NULL;
-  if (TVMFFIErrorMoveFromRaised) TVMFFIErrorMoveFromRaised(&error);
-  return error;
-}
-
-/* The caller of a kernel reads the error from its own thread, and must find one there. */
-static void raise_again(void* raised) {
-  if (raised != NULL) {
-    TVMFFIErrorSetRaised(raised);
-    TVMFFIObjectDecRef(raised);
-  } else if (TVMFFIErrorSetRaisedFromCStr) {
-    TVMFFIErrorSetRaisedFromCStr("RuntimeError", "a task of a kernel failed");
-  }
-}
 
 static void record_failure(Job* job, int error) {
   int none = 0;
@@ -97,18 +79,23 @@ static void record_failure(Job* job, int error) {
     TVMFFIObjectDecRef(raised);
 }
 
-/* Lane c holds tasks c, c + n, c + 2n, ...; a thread empties its own, then takes from the others:
- * threads rarely meet at a counter, yet none is idle while tasks are left. A loop with fewer
- * iterations than tasks has them in the first ids, hence spread over the lanes. */
+/* Lane c holds the tasks from here to the start of lane c + 1. */
+static int lane_start(const Job* job, int lane) {
+  return (int)((int64_t)lane * job->env.num_task / job->num_threads);
+}
+
+/* A thread empties its own lane, then takes from the others. So neighbouring iterations, which tend
+ * to share data, stay on one core, threads rarely meet at a counter, yet none is idle while tasks are
+ * left. A loop with fewer iterations than tasks has them all in the first lanes. */
 static void run_tasks(Job* job, int lane) {
-  const int n = job->num_threads, total = job->env.num_task;
+  const int n = job->num_threads;
   for (int k = 0; k < n; ++k, lane = lane + 1 < n ? lane + 1 : 0) {
     atomic_int* next_task = &job->lanes[lane].next_task;
-    while (atomic_load_explicit(next_task, memory_order_relaxed) < total) {
-      int task = atomic_fetch_add_explicit(next_task, n, memory_order_relaxed);
-      if (task >= total || atomic_load_explicit(&job->error, memory_order_relaxed) != 0) break;
-      if (task >= total - n) /* the last of this lane, so only one thread counts it */
-        atomic_fetch_add_explicit(&job->drained_lanes, 1, memory_order_relaxed);
+    const int end = lane_start(job, lane + 1);
+    while (atomic_load_explicit(next_task, memory_order_relaxed) < end) {
+      int task = atomic_fetch_add_explicit(next_task, 1, memory_order_relaxed);
+      if (task >= end || atomic_load_explicit(&job->error, memory_order_relaxed) != 0) break;
+      if (task == end - 1) atomic_fetch_add_explicit(&job->drained_lanes, 1, memory_order_relaxed);
       int error = job->lambda(task, &job->env, job->cdata);
       if (error != 0) record_failure(job, error);
     }
@@ -136,13 +123,25 @@ static bool help_some_job(void) {
   return false;
 }
 
+/* Where a worker should run: anywhere the process may (the first caller, whose mask it would inherit,
+ * may be pinned) but on this CPU. Some schedulers wake a helper beside its caller although other CPUs
+ * are idle, and leave it there for many ms, so that the job becomes a serial one. */
+static cpu_set_t cpus_beside(int caller_cpu) {
+  cpu_set_t cpus; /* too small for more than 1024 CPUs; then the call fails */
+  if (sched_getaffinity(getpid(), sizeof cpus, &cpus) != 0) memset(&cpus, 0xFF, sizeof cpus);
+  if (CPU_COUNT(&cpus) > 1) CPU_CLR(caller_cpu, &cpus);
+  return cpus;
+}
+
 static void* work(void* unused) {
-  cpu_set_t cpus; /* of the process: the caller, whose mask is inherited, may be pinned to a core */
-  if (sched_getaffinity(getpid(), sizeof cpus, &cpus) == 0)
-    sched_setaffinity(0, sizeof cpus, &cpus);
   in_task = true;
   for (int64_t until = now_ns() + SPIN_NS;;) {
     unsigned seen = atomic_load(&pool.launches);
+    int caller_cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
+    if (sched_getcpu() == caller_cpu) {
+      cpu_set_t cpus = cpus_beside(caller_cpu);
+      sched_setaffinity(0, sizeof cpus, &cpus);
+    }
     if (help_some_job()) {
       until = now_ns() + SPIN_NS;
       continue;
@@ -159,7 +158,7 @@ static void* work(void* unused) {
 }
 
 static int usable_cpus(void) {
-  cpu_set_t cpus; /* too small for more than 1024 CPUs; then the call fails */
+  cpu_set_t cpus;
   if (sched_getaffinity(getpid(), sizeof cpus, &cpus) != 0) return MAX_THREADS;
   return CPU_COUNT(&cpus) < MAX_THREADS ? CPU_COUNT(&cpus) : MAX_THREADS;
 }
@@ -174,21 +173,27 @@ static void grow_pool(int helpers) {
   for (const int* fault = (int[]){SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, 0}; *fault; ++fault)
     sigdelset(&blocked, *fault);
   pthread_sigmask(SIG_SETMASK, &blocked, &before);
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+  cpu_set_t cpus = cpus_beside(atomic_load(&pool.caller_cpu));
+  pthread_attr_setaffinity_np(&attributes, sizeof cpus, &cpus);
   while (atomic_load(&pool.idle) < helpers && atomic_load(&pool.workers) < limit) {
     pthread_t thread;
     atomic_fetch_add(&pool.idle, 1);
-    if (pthread_create(&thread, NULL, work, NULL) != 0) {
+    if (pthread_create(&thread, &attributes, work, NULL) != 0) {
       atomic_fetch_sub(&pool.idle, 1);
       break;
     }
-    pthread_detach(thread);
     atomic_fetch_add(&pool.workers, 1);
   }
+  pthread_attr_destroy(&attributes);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   atomic_store(&pool.growing, false);
 }
 
 static void call_helpers(int helpers) {
+  atomic_store_explicit(&pool.caller_cpu, sched_getcpu(), memory_order_relaxed);
   if (atomic_load(&pool.idle) < helpers) grow_pool(helpers);
   atomic_fetch_add(&pool.launches, 1);
   int sleeping = atomic_load(&pool.sleeping);
@@ -228,7 +233,7 @@ static int run_job(Job* job, FTVMParallelLambda lambda, void* cdata, int num_tas
   atomic_store_explicit(&job->error, 0, memory_order_relaxed);
   atomic_store_explicit(&job->drained_lanes, 0, memory_order_relaxed);
   for (int i = 0; i < threads; ++i)
-    atomic_store_explicit(&job->lanes[i].next_task, i, memory_order_relaxed);
+    atomic_store_explicit(&job->lanes[i].next_task, lane_start(job, i), memory_order_relaxed);
   atomic_store_explicit(&job->gate, (unsigned)threads - 1, memory_order_release);
   call_helpers(threads - 1);
   in_task = true;

@@ -3,6 +3,7 @@
 #define GQA_TVM_WAITING_H
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -26,7 +27,8 @@ static void relax(void) {
 
 /* One turn of a bounded spin; false when the time is over. */
 static bool spin(int64_t until) {
-  for (int i = 0; i < 4; ++i) relax();
+  for (int i = 0; i < 8; ++i) relax();
+  sched_yield(); /* what is waited for may be waiting for this CPU */
   return now_ns() < until;
 }
 

@@ -13,8 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-/* tvm_ffi keeps a raised error per thread. Weak: a C program may use the kernels without it. */
-extern void TVMFFIErrorSetRaisedFromCStr(const char* kind, const char* text) __attribute__((weak));
+#include "raised.h"
 
 enum {
   LINE = 64, /* alignment of everything */
@@ -111,8 +110,7 @@ static void* alloc_workspace(int device_type, int device_id, uint64_t nbytes, in
   if (nbytes <= PTRDIFF_MAX - 2 * LINE)
     block = push_block(sizeof(Block) + (nbytes + LINE - 1) / LINE * LINE);
   if (block == NULL) { /* generated code tests for NULL, and returns -1 without a message */
-    if (TVMFFIErrorSetRaisedFromCStr)
-      TVMFFIErrorSetRaisedFromCStr("MemoryError", "no memory for the scratch buffer of a kernel");
+    raise_new("MemoryError", "no memory for the scratch buffer of a kernel");
     if (!in_task) drop_all_blocks();
     return NULL;
   }

@@ -1,0 +1,41 @@
+"""Kernels are right at other block sizes than the defaults, and sizes that cannot work are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
+from operator_calls import assert_close, expected, make_call
+
+from gqa_tvm import GroupQueryAttention, runtime
+from gqa_tvm.targets import best_target
+
+VARIANTS = (
+    {"kv_block": 192, "decode_kv_block": 128, "kv_chunk": 256},
+    {"qk_row_vectors": 1, "sv_row_tile": 4, "sv_column_vectors": 1, "decode_sv_unroll": 1, "decode_rows": 5},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{n}={x}" for n, x in v.items()))
+@pytest.mark.parametrize("cache", ["f32", "i8-channel", "i4-channel"])
+def test_other_block_sizes(cache, variant, tmp_path, monkeypatch):
+    target = best_target()
+    runtime.launcher()
+    monkeypatch.setenv("GQA_TVM_CACHE", str(tmp_path))
+    monkeypatch.setitem(DEFAULT_BLOCK_SIZES, target, replace(DEFAULT_BLOCK_SIZES[target], **variant))
+    monkeypatch.setattr(runtime, "_libraries", {})
+    for tokens, total in ((1, 255), (1, 600), (9, 257), (60, 193)):
+        attributes, inputs = make_call(cache, tokens=tokens, total=total)
+        for strategy in ("naive", "flash", "flash_decoding"):
+            got = GroupQueryAttention(**attributes, strategy=strategy)(**inputs)
+            assert_close(got.output, expected(attributes, inputs).output)
+            assert not np.isnan(got.output).any()
+
+
+@pytest.mark.parametrize("name,value", [("q_block", 40), ("kv_block", 3), ("kv_chunk", 1000), ("decode_kv_block", 0)])
+def test_sizes_that_do_not_divide_are_refused(name, value):
+    with pytest.raises(ValueError, match="block sizes"):
+        replace(DEFAULT_BLOCK_SIZES["x86-avx512"], **{name: value})

@@ -1,0 +1,103 @@
+"""Tensor expressions alone, compiled without a schedule, against NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tvm
+from tvm import te
+
+from gqa_tvm.definitions.exponential import exp_nonpositive
+from gqa_tvm.definitions.kv_quantize import CACHE_DTYPES, CACHE_PLANES, encode, inverse_scale, kv_dequantize
+from gqa_tvm.definitions.qk_gemm import qk_gemm_rows_first, qk_gemm_rows_last
+from gqa_tvm.definitions.scores import softcap
+from gqa_tvm.definitions.sv_gemm import sv_gemm
+from gqa_tvm.reference import quantize
+
+
+def _run(arguments, arrays):
+    """Compile the TE function and call it; TE parameters assume 64-byte alignment, so arrays are moved."""
+    aligned = []
+    for array in arrays:
+        buffer = np.zeros(array.nbytes + 64, np.uint8)
+        start = -buffer.ctypes.data % 64
+        view = buffer[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        view[...] = array
+        aligned.append(view)
+    function = te.create_prim_func(arguments).with_attr("global_symbol", "f")
+    tvm.compile(function, target={"kind": "llvm"})["f"](*aligned)
+    return aligned[-1]
+
+
+def _elementwise(expression, x, dtype="float32"):
+    a = te.placeholder(x.shape, name="a")
+    b = te.compute(x.shape, lambda i: expression(a[i]), name="b")
+    return _run([a, b], [x, np.full(x.shape, 77, dtype)])
+
+
+def test_exp_is_within_two_ulp():
+    x = -np.geomspace(1e-7, 87.3, 20000).astype(np.float32)
+    got, wanted = _elementwise(exp_nonpositive, x), np.exp(x.astype(np.float64))
+    assert (np.abs(got - wanted) <= 2 * np.spacing(wanted.astype(np.float32))).all()
+
+
+def test_exp_of_special_values():
+    x = np.array([0.0, -0.0, -87.4, -1e30, -np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(_elementwise(exp_nonpositive, x), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
+
+
+def test_softcap_is_cap_times_tanh():
+    x = np.concatenate([np.linspace(-60, 60, 1001), [-np.inf, np.inf, np.nan, 0.0]]).astype(np.float32)
+    got = _elementwise(lambda v: softcap(v, tvm.tirx.const(5.0, "float32")), x)
+    np.testing.assert_allclose(got, 5 * np.tanh(x.astype(np.float64) / 5), atol=2e-6)
+
+
+@pytest.mark.parametrize("cache,bits", [("i8", 8), ("i4", 4)])
+@pytest.mark.parametrize("scale", [0.1, -0.1, 0.0, 1.0, 1e-45])
+def test_encode_matches_the_reference(cache, bits, scale):  # B56, B58
+    rng = np.random.default_rng(1)
+    edges = [0.0, 0.05, 0.15, -0.25, 0.5, 1.5, -2.5, 12.75, -12.85, 100, -100, np.inf, -np.inf, np.nan]
+    x = np.concatenate([edges, rng.standard_normal(200) * 3]).astype(np.float32)
+    scale = np.float32(scale)
+    a, unit = te.placeholder(x.shape, name="a"), te.placeholder((1,), name="scale")
+    code = te.compute(x.shape, lambda i: encode(a[i], inverse_scale(unit[0]), cache), name="code")
+    got = _run([a, unit, code], [x, scale.reshape(1), np.full(x.shape, 77, np.int32)])
+    codes = quantize(x.reshape(1, 1, 1, -1), scale.reshape(1), bits).reshape(-1)
+    if bits == 4:
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(-1).astype(np.int32) - 8
+    np.testing.assert_array_equal(got, codes)
+
+
+@pytest.mark.parametrize("cache", CACHE_DTYPES)
+def test_dequantize_repeats_the_last_row_and_pads_with_zeros(cache):
+    rng = np.random.default_rng(2)
+    stored = rng.integers(0, 100, (6, 5)).astype(CACHE_DTYPES[cache])
+    rows = te.placeholder(stored.shape, stored.dtype.name, name="rows")
+    decoded = kv_dequantize(rows, tvm.tirx.const(3, "int32"), 8, cache, "decoded")
+    got = _run([rows, decoded], [stored, np.full((6, CACHE_PLANES[cache], 8), np.nan, np.float32)])
+    source = stored[np.minimum(np.arange(6), 3)]
+    planes = [source & 15, source >> 4] if cache == "i4" else [source]
+    wanted = np.stack([plane.astype(np.float32) - (8 if cache == "i4" else 0) for plane in planes], axis=1)
+    np.testing.assert_array_equal(got[:, :, :5], wanted)
+    assert not got[:, :, 5:].any()
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_gemms(beta):
+    rng = np.random.default_rng(3)
+    keys, query = (rng.standard_normal(s).astype(np.float32) for s in ((7, 2, 16), (3, 2, 16)))
+    k, q = te.placeholder(keys.shape, name="k"), te.placeholder((2, 16, 3), name="q")
+    scores = np.einsum("tec,mec->tm", keys.astype(np.float64), query)
+    empty = np.full((7, 3), np.nan, np.float32)
+    got = _run([k, q, qk_gemm_rows_last(q, k)], [keys, np.ascontiguousarray(query.transpose(1, 2, 0)), empty])
+    np.testing.assert_allclose(got, scores, atol=1e-5)
+    q = te.placeholder(query.shape, name="q")
+    got = _run([k, q, qk_gemm_rows_first(q, k, 8)[1]], [keys, query, empty.T.copy()])
+    np.testing.assert_allclose(got, scores.T, atol=1e-5)
+
+    p, old = rng.random((3, 7)).astype(np.float32), rng.standard_normal((3, 2, 16)).astype(np.float32)
+    tp, acc, row_beta = te.placeholder(p.shape, name="p"), te.placeholder(old.shape, name="o"), te.placeholder((3,))
+    result = sv_gemm(lambda m, t: tp[m, t], k, acc, row_beta)
+    arrays = [p, keys, old, np.full(3, beta, np.float32), np.full(old.shape, np.nan, np.float32)]
+    wanted = beta * old + np.einsum("mt,tec->mec", p.astype(np.float64), keys)
+    np.testing.assert_allclose(_run([tp, k, acc, row_beta, result], arrays), wanted, atol=1e-5)

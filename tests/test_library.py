@@ -1,0 +1,51 @@
+"""One `.so` of many kernels: built, loaded by path, refused with a reason."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from operator_calls import make_call
+
+from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, load
+from gqa_tvm.kernels import KernelSpec
+
+
+@pytest.mark.slow
+def test_build_load_and_refuse(tmp_path):
+    path = tmp_path / "libgqa.so"
+    seen = []
+    build(output=path, head_sizes=[64], progress=lambda done, total, name: seen.append((done, total)))
+    attributes, inputs = make_call("i8", total=70)
+    wanted = GroupQueryAttention(**attributes)(**inputs)
+    got = GroupQueryAttention(**attributes, library=str(path))(**inputs)
+    np.testing.assert_array_equal(got.output, wanted.output)
+    assert load(path).kernel(KernelSpec("naive", "i4", 64))
+
+    with pytest.raises(InvalidArgument, match="not both"):
+        GroupQueryAttention(**attributes, library=str(path), target="generic")
+    manifest_file = tmp_path / "libgqa.so.json"
+    manifest = json.loads(manifest_file.read_text())
+    manifest_file.write_text(json.dumps({**manifest, "stamp": "0" * 16}))
+    with pytest.raises(BuildError, match=f"{'0' * 16}, wanted {manifest['stamp']}"):
+        load(path)
+    manifest_file.write_text(json.dumps(manifest))
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(path.read_bytes()[:1000])
+    (tmp_path / "broken.so.json").write_text(json.dumps(manifest))
+    with pytest.raises(BuildError, match="damaged: 1000 bytes"):
+        load(broken)
+    with pytest.raises(BuildError, match="manifest"):
+        load(tmp_path / "absent.so")
+
+
+@pytest.mark.parametrize("name", ["flash_decode_f32_i8_h128_r2", "append_f32_f32_h1", "naive_f32_i4_h80"])
+def test_names_and_specs_are_the_same_thing(name):
+    assert KernelSpec.parse(name).name == name
+
+
+@pytest.mark.parametrize("name", ["", "append", "flash_f32_i8_h128", "naive_f32_i8_h128_x"])
+def test_other_names_are_refused(name):
+    with pytest.raises(ValueError, match="not a kernel name"):
+        KernelSpec.parse(name)
