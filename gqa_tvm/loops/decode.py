@@ -15,17 +15,16 @@ from tvm.script import tirx as T
 from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
-from ..definitions.softmax import empty_maximum, online_softmax
+from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
+from .row_state import clear_state, write_output
 from .rows import (
     allocate_row_block,
     describe_rows,
     fold_scale,
     load_query_row,
-    row_factor,
-    store_output_row,
 )
 from .score_steps import process_scores
 from .splice import alias, make_step, splice, whole
@@ -144,23 +143,6 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
         )
 
 
-def _clear_state(m, l, acc, count):
-    with T.serial(0, count) as r:
-        T.buffer_store(m, empty_maximum(), [r])
-        T.buffer_store(l, T.float32(0), [r])
-        with T.grid(*acc.shape[1:]) as (e, c):
-            T.buffer_store(acc, T.float32(0), [r, e, c])
-
-
-def _write_rows(spec, buffers, scalars, rows, b, n, valid, m, l, acc):
-    fold = T.sblock_alloc_buffer((spec.head_size,))
-    factor = T.sblock_alloc_buffer((4,))
-    fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
-    with T.serial(0, valid) as r:
-        row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
-        store_output_row(spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold)
-
-
 def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
     """partial[where, row] = (acc, m, l)."""
     width = shape.planes * shape.columns
@@ -271,7 +253,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     total,
                     scalars,
                 )
-                _clear_state(m, l, acc, active * R)
+                clear_state(m, l, acc, active * R)
                 chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
                 chunk_end: T.let = T.Cast("int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3])))
                 first_block: T.let = T.max(chunk_begin, rows.limits[0]) // BC
@@ -300,7 +282,7 @@ def flash_decode(spec: KernelSpec, sizes):
                             tile,
                         )
                 if chunks == T.int64(1):
-                    _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
                 else:
                     _save_partial(shape, partial, (vb, vn, vg, vk), valid, m, l, acc)
         if chunks > T.int64(1):
@@ -330,13 +312,13 @@ def flash_decode(spec: KernelSpec, sizes):
                         total,
                         scalars,
                     )
-                    _clear_state(m, l, acc, valid)
+                    clear_state(m, l, acc, valid)
                     own_chunks: T.let = T.min(
                         (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk,
                         chunks,
                     )
                     _merge_partials(shape, partial, (vb, vn, vg), own_chunks, valid, m, l, acc)
-                    _write_rows(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
 
     return kernel
 

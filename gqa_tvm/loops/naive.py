@@ -13,7 +13,6 @@ from ..kernel_arguments import QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .prefill import (
-    clear_state,
     dequantize_step,
     emit_dequantize,
     emit_softmax,
@@ -22,8 +21,8 @@ from .prefill import (
     qk_rows_last_step,
     softmax_rows_last_step,
     sv_rows_last_step,
-    write_output,
 )
+from .row_state import clear_state, write_output
 from .rows import allocate_row_block, describe_rows, row_factor
 from .score_steps import process_scores
 from .splice import alias, emit_step, make_step, splice, whole
@@ -206,6 +205,6 @@ def naive(spec: KernelSpec, sizes):
                     emit_sv(sv, scores, values, acc, beta)
                 if qk_output == QK_AFTER_SOFTMAX:
                     _normalise_qk(x, scalars, rows, valid, vb, m, l, output_qk)
-                write_output(spec, x, scalars, rows, vb, vn, M, valid, m, l, acc)
+                write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
 
     return kernel

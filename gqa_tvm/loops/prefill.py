@@ -7,17 +7,16 @@ from tvm.script import tirx as T
 
 from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
 from ..definitions.qk_gemm import qk_gemm_rows_last
-from ..definitions.softmax import empty_maximum, online_softmax
+from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
+from .row_state import clear_state, write_output
 from .rows import (
     allocate_row_block,
     describe_rows,
     fold_scale,
     load_query_row,
-    row_factor,
-    store_output_row,
 )
 from .score_steps import process_scores
 from .splice import alias, emit_step, make_step, splice, whole
@@ -81,14 +80,6 @@ def emit_sv(step, p, values, acc, beta):
         splice(step, [p, values, acc, beta, alias(acc)])
 
 
-def clear_state(m, l, acc, rows: int):
-    with T.serial(0, rows) as r:
-        T.buffer_store(m, empty_maximum(), [r])
-        T.buffer_store(l, T.float32(0), [r])
-        with T.grid(*acc.shape[1:]) as (e, c):
-            T.buffer_store(acc, T.float32(0), [r, e, c])
-
-
 def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):
     fold = T.sblock_alloc_buffer((spec.head_size,))
     row = T.sblock_alloc_buffer((spec.head_size,))
@@ -108,15 +99,6 @@ def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, q
         for padding in range(spec.cache_columns, columns):
             for e in range(spec.cache_planes):
                 T.buffer_store(query_t, T.float32(0), [e, padding, r])
-
-
-def write_output(spec: KernelSpec, buffers, scalars, rows, b, n, count, valid, m, l, acc):
-    fold = T.sblock_alloc_buffer((spec.head_size,))
-    factor = T.sblock_alloc_buffer((4,))
-    fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
-    with T.serial(0, tirx.min(T.int64(count), valid)) as r:
-        row_factor(buffers, scalars, rows.head[r], m[r], l[r], factor)
-        store_output_row(spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], factor[0], fold)
 
 
 def flash_prefill(spec: KernelSpec, sizes):
@@ -215,6 +197,6 @@ def flash_prefill(spec: KernelSpec, sizes):
                         values,
                     )
                     emit_sv(sv, scores, values, acc, alpha)
-                write_output(spec, x, scalars, rows, vb, vn, M, total_rows - first_row, m, l, acc)
+                write_output(spec, x, scalars, rows, vb, vn, T.min(total_rows - first_row, T.int64(M)), m, l, acc)
 
     return kernel
