@@ -1,4 +1,5 @@
-/* Threads and scratch memory for compiled kernels, linked into the kernel library itself.
+/* Threads and scratch memory for compiled kernels. A process loads this once and gives its services to
+ * every kernel library through gqa_tvm_hooks; it can also be linked into a library, as told next.
  *
  * TVM's code calls its runtime through pointers that its object file defines as weak symbols. Here
  * they are strong and hidden: the linker binds the kernels to this file, in whatever order the
@@ -66,7 +67,7 @@ static struct {
   alignas(LINE) atomic_int workers;
   atomic_int idle; /* sleeping ones included */
   atomic_int jobs_used;
-  atomic_int caller_cpu; /* of the latest launch */
+  atomic_uint caller_cpu; /* of the latest launch */
   atomic_bool growing;
 } pool;
 
@@ -85,8 +86,8 @@ static int lane_start(const Job* job, int lane) {
 }
 
 /* A thread empties its own lane, then takes from the others. So neighbouring iterations, which tend
- * to share data, stay on one core, threads rarely meet at a counter, yet none is idle while tasks are
- * left. A loop with fewer iterations than tasks has them all in the first lanes. */
+ * to share data, stay on one core, and threads rarely meet at a counter, yet none is idle while
+ * tasks are left. A loop with fewer iterations than tasks has them all in the first lanes. */
 static void run_tasks(Job* job, int lane) {
   const int n = job->num_threads;
   for (int k = 0; k < n; ++k, lane = lane + 1 < n ? lane + 1 : 0) {
@@ -123,10 +124,10 @@ static bool help_some_job(void) {
   return false;
 }
 
-/* Where a worker should run: anywhere the process may (the first caller, whose mask it would inherit,
- * may be pinned) but on this CPU. Some schedulers wake a helper beside its caller although other CPUs
- * are idle, and leave it there for many ms, so that the job becomes a serial one. */
-static cpu_set_t cpus_beside(int caller_cpu) {
+/* Where a worker should run: anywhere the process may (it would inherit the mask of its creator, who
+ * may be pinned), but for the caller's CPU. A scheduler may wake a helper there although other CPUs
+ * are idle, and not move it for many ms, which makes the launches serial ones. */
+static cpu_set_t cpus_beside(unsigned caller_cpu) {
   cpu_set_t cpus; /* too small for more than 1024 CPUs; then the call fails */
   if (sched_getaffinity(getpid(), sizeof cpus, &cpus) != 0) memset(&cpus, 0xFF, sizeof cpus);
   if (CPU_COUNT(&cpus) > 1) CPU_CLR(caller_cpu, &cpus);
@@ -137,8 +138,8 @@ static void* work(void* unused) {
   in_task = true;
   for (int64_t until = now_ns() + SPIN_NS;;) {
     unsigned seen = atomic_load(&pool.launches);
-    int caller_cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
-    if (sched_getcpu() == caller_cpu) {
+    unsigned caller_cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
+    if ((unsigned)sched_getcpu() == caller_cpu) {
       cpu_set_t cpus = cpus_beside(caller_cpu);
       sched_setaffinity(0, sizeof cpus, &cpus);
     }
@@ -193,7 +194,7 @@ static void grow_pool(int helpers) {
 }
 
 static void call_helpers(int helpers) {
-  atomic_store_explicit(&pool.caller_cpu, sched_getcpu(), memory_order_relaxed);
+  atomic_store_explicit(&pool.caller_cpu, (unsigned)sched_getcpu(), memory_order_relaxed);
   if (atomic_load(&pool.idle) < helpers) grow_pool(helpers);
   atomic_fetch_add(&pool.launches, 1);
   int sleeping = atomic_load(&pool.sleeping);
