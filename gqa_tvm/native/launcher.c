@@ -8,10 +8,9 @@
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
-#include <sched.h>
 #include <signal.h>
-#include <unistd.h>
 
+#include "cpus.h"
 #include "raised.h"
 #include "waiting.h"
 #include "workspace.h"
@@ -124,16 +123,6 @@ static bool help_some_job(void) {
   return false;
 }
 
-/* Where a worker should run: anywhere the process may (it would inherit the mask of its creator, who
- * may be pinned), but for the caller's CPU. A scheduler may wake a helper there although other CPUs
- * are idle, and not move it for many ms, which makes the launches serial ones. */
-static cpu_set_t cpus_beside(unsigned caller_cpu) {
-  cpu_set_t cpus; /* too small for more than 1024 CPUs; then the call fails */
-  if (sched_getaffinity(getpid(), sizeof cpus, &cpus) != 0) memset(&cpus, 0xFF, sizeof cpus);
-  if (CPU_COUNT(&cpus) > 1) CPU_CLR(caller_cpu, &cpus);
-  return cpus;
-}
-
 static void* work(void* unused) {
   in_task = true;
   for (int64_t until = now_ns() + SPIN_NS;;) {
@@ -158,16 +147,10 @@ static void* work(void* unused) {
   return unused;
 }
 
-static int usable_cpus(void) {
-  cpu_set_t cpus;
-  if (sched_getaffinity(getpid(), sizeof cpus, &cpus) != 0) return MAX_THREADS;
-  return CPU_COUNT(&cpus) < MAX_THREADS ? CPU_COUNT(&cpus) : MAX_THREADS;
-}
-
 /* Callers share the workers; there are more than the CPUs only if one launch asks for more. */
 static void grow_pool(int helpers) {
   if (atomic_exchange(&pool.growing, true)) return; /* never wait here: the caller can work alone */
-  int limit = usable_cpus() - 1;
+  int limit = usable_cpu_count() - 1;
   if (limit < helpers) limit = helpers;
   sigset_t blocked, before; /* the process's signals are for its own threads, except faults */
   sigfillset(&blocked);
@@ -260,12 +243,12 @@ static int run_serially(FTVMParallelLambda lambda, void* cdata, int num_task) {
  * use. Returns the number in force (MAX_THREADS at most), or -1 for a negative n. */
 int gqa_tvm_set_num_threads(int n) {
   if (n < 0) return -1;
-  return wanted_threads = n == 0 ? usable_cpus() : n < MAX_THREADS ? n : MAX_THREADS;
+  if (n == 0) n = usable_cpu_count();
+  return wanted_threads = n < MAX_THREADS ? n : MAX_THREADS;
 }
 
 static int threads_of_caller(void) {
-  if (wanted_threads == 0) wanted_threads = usable_cpus();
-  return wanted_threads;
+  return wanted_threads != 0 ? wanted_threads : gqa_tvm_set_num_threads(0);
 }
 
 int gqa_tvm_get_num_threads(void) { return threads_of_caller(); }
