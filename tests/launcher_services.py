@@ -28,7 +28,7 @@ class Services:
     """The launcher's entry points in the library at `path`, callable from Python."""
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self.library = library = ctypes.CDLL(str(path))
         hooks = (ctypes.c_void_p * 3)()
         library.gqa_tvm_hooks(hooks)
         launch, allocate, free = (hook or 0 for hook in hooks)

@@ -1,16 +1,17 @@
 /* Many callers on the launcher at once, for ThreadSanitizer: Python threads do not press hard enough. */
-
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
-typedef struct { void* sync; int32_t num_task; } Env;
+
+typedef struct { void* sync_handle; int32_t num_task; } Env;
 typedef int (*Task)(int, Env*, void*);
 extern int (*__TVMBackendParallelLaunch)(Task, void*, int);
 extern void* (*__TVMBackendAllocWorkspace)(int, int, uint64_t, int, int);
 extern int (*__TVMBackendFreeWorkspace)(int, int, void*);
 int gqa_tvm_set_num_threads(int);
+
 typedef struct { int extent, failing; int* data; } Loop;
 
 static int body(int task, Env* env, void* closure) {
@@ -34,14 +35,15 @@ static void* caller(void* number) {
     memset(data, 0, sizeof data);
     gqa_tvm_set_num_threads(1 + rand_r(&seed) % 6);
     if (__TVMBackendParallelLaunch(body, &loop, 0) != wanted) abort();
-    for (int i = 0; wanted == 0 && i < extent; ++i) if (data[i] != i) abort();
+    for (int i = 0; wanted == 0 && i < extent; ++i)
+      if (data[i] != i) abort();
     if (rand_r(&seed) % 4 == 0) usleep(rand_r(&seed) % 250);
   }
   return NULL;
 }
 
 int main(void) {
-  pthread_t threads[40];  /* more than there are job slots */
+  pthread_t threads[40]; /* more than there are job slots */
   for (uintptr_t i = 0; i < 40; ++i) pthread_create(&threads[i], NULL, caller, (void*)i);
   for (int i = 0; i < 40; ++i) pthread_join(threads[i], NULL);
   return 0;

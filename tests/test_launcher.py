@@ -113,7 +113,7 @@ def test_python_threads_launch_at_once(library, services):
 def test_sleeping_workers_are_woken(services):
     for pause in np.linspace(0, 3e-4, 40):
         helpers = set()
-        task = Task(lambda *_, seen=helpers: seen.add(threading.get_ident()) or time.sleep(0.002) or 0)
+        task = Task(lambda *_, seen=helpers: seen.add(threading.get_ident()) or time.sleep(0.005) or 0)
         time.sleep(pause)
         assert services.launch(task, None, 8) == 0
         assert len(helpers) == 2
@@ -130,7 +130,9 @@ def test_idle_workers_use_no_cpu(services):
 
 def _run_python(code: str, *arguments: object) -> None:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    path = os.pathsep.join([str(Path(__file__).parent), str(LAUNCHER.parents[2])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
     assert done.returncode == 0, done.stderr
 
 
@@ -155,18 +157,20 @@ def test_tvm_does_not_replace_the_launcher(library, services):
         assert services.workspace_bytes() > before
 
 
-def test_workers_survive_the_unloading_of_their_library(library):
+def test_workers_survive_the_unloading_of_their_library(folder):
     code = """
-import sys, _ctypes, ctypes, time, numpy as np, tvm_ffi
-module = tvm_ffi.load_module(sys.argv[1])
-library = ctypes.CDLL(sys.argv[1])
-library.gqa_tvm_set_num_threads(4)
-module["rows"](np.ones(1000, np.float32), np.zeros(1000, np.float32), 50)
-del module
-_ctypes.dlclose(library._handle)
+import _ctypes, sys, time
+from pathlib import Path
+from launcher_services import Services, Task
+path = Path(sys.argv[1])
+services = Services(path)
+services.set_num_threads(4)
+services.launch(Task(lambda *_: 0), None, 0)
+_ctypes.dlclose(services.library._handle)
 time.sleep(0.01)
+assert str(path) in Path("/proc/self/maps").read_text()
 """
-    _run_python(code, library)
+    _run_python(code, link(folder, "unloaded.so", LAUNCHER))
 
 
 def test_stress_under_thread_sanitizer(folder):
@@ -194,7 +198,9 @@ def test_child_of_a_fork_can_launch(library, services):
     for _ in range(10):
         children.append(os.fork())
         if children[-1] == 0:
-            os._exit(0 if all(np.array_equal(_rows(module), wanted) for _ in range(20)) else 1)
+            same = all(np.array_equal(_rows(module), wanted) for _ in range(20))
+            workers = len(os.listdir("/proc/self/task")) - 1
+            os._exit(0 if same and workers == 1 else 1)
     stop.set()
     busy.join()
     deadline = time.monotonic() + 20

@@ -125,6 +125,7 @@ static bool help_some_job(void) {
 
 static void* work(void* unused) {
   in_task = true;
+  unsigned turn = 0;
   for (int64_t until = now_ns() + SPIN_NS;;) {
     unsigned seen = atomic_load(&pool.launches);
     unsigned caller_cpu = atomic_load_explicit(&pool.caller_cpu, memory_order_relaxed);
@@ -136,7 +137,7 @@ static void* work(void* unused) {
       until = now_ns() + SPIN_NS;
       continue;
     }
-    while (atomic_load_explicit(&pool.launches, memory_order_relaxed) == seen && spin(until)) {
+    while (atomic_load_explicit(&pool.launches, memory_order_relaxed) == seen && spin(&turn, until)) {
     }
     /* A launch counts itself, then looks for sleepers; here it is the other way round. So either it
      * sees this sleeper, or the kernel sees that `launches` has moved and does not let it sleep. */
@@ -188,9 +189,10 @@ static void call_helpers(int helpers) {
 static void wait_for_helpers(Job* job) {
   unsigned gate = atomic_fetch_and_explicit(&job->gate, ~SEATS, memory_order_acquire);
   if ((gate & ACTIVE) == 0) return;
+  unsigned turn = 0;
   int64_t until = now_ns() + SPIN_NS;
   while ((atomic_load_explicit(&job->gate, memory_order_acquire) & ACTIVE) != 0) {
-    if (spin(until)) continue;
+    if (spin(&turn, until)) continue;
     gate = atomic_fetch_or_explicit(&job->gate, CALLER_SLEEPS, memory_order_acquire);
     if ((gate & ACTIVE) != 0) futex_wait(&job->gate, gate | CALLER_SLEEPS);
   }

@@ -25,9 +25,10 @@ static void relax(void) {
 #endif
 }
 
-/* One turn of a bounded spin; false when the time is over. */
-static bool spin(int64_t until) {
-  for (int i = 0; i < 8; ++i) relax();
+/* One turn of a bounded spin; false when the time is over. It counts turns to keep system calls rare. */
+static bool spin(unsigned* turn, int64_t until) {
+  relax();
+  if (++*turn % 64 != 0) return true;
   sched_yield(); /* what is waited for may be waiting for this CPU */
   return now_ns() < until;
 }
