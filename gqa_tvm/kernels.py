@@ -9,7 +9,6 @@ from typing import Literal
 Operation = Literal["append", "flash_prefill", "flash_decode", "naive"]
 CacheFormat = Literal["f32", "i8", "i4"]
 
-OPERATIONS: tuple[Operation, ...] = ("append", "flash_prefill", "flash_decode", "naive")
 CACHE_FORMATS: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
 # flash_decode keeps this many query rows in registers at once; a group that fits no tile exactly takes several.
 ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)

@@ -1,17 +1,63 @@
-"""Any CPU: 16 registers of 4 floats, no assumption about fused multiply-add."""
+"""Schedules of the kernels, written once over block sizes; a target file may override a kernel."""
 
 from __future__ import annotations
 
-from .attention import (
-    schedule_append,
-    schedule_flash_decode,
-    schedule_flash_prefill,
-    schedule_naive,
-)
+from . import intrinsics, steps
+from .block_sizes import BlockSizes
 
-__all__ = [
-    "schedule_append",
-    "schedule_flash_decode",
-    "schedule_flash_prefill",
-    "schedule_naive",
-]
+Schedule = steps.Schedule
+
+
+def schedule_append(sch: Schedule, sizes: BlockSizes) -> None:
+    """Tokens in parallel; the loops over a row are left to LLVM's vectoriser."""
+    steps.parallelize_tasks(sch)
+
+
+def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, bias: bool) -> None:
+    # Rows as lanes read the bias with a stride: nothing to vectorise there.
+    names = ["softcap", "mask"] + (["bias"] if bias else [])
+    for name in names:
+        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+
+
+def _schedule_rows_last_softmax(sch: Schedule, sizes: BlockSizes) -> None:
+    for name in ("m_new", "alpha", "p", "l_new", "m_out"):
+        steps.vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
+    for name in ("block_max", "block_sum"):
+        steps.reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)
+
+
+def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
+    """Rows as lanes: register tiles for both products, vertical softmax."""
+    steps.parallelize_tasks(sch)
+    for name in ("dequantize_k", "dequantize_v"):
+        steps.decode_by_vectors(sch, name, sizes.lanes)
+    steps.tile_qk_for_registers(sch, sizes)
+    _schedule_scores(sch, sizes, "", bias=False)
+    _schedule_rows_last_softmax(sch, sizes)
+    steps.tile_sv_for_registers(sch, sizes)
+
+
+def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
+    """As flash_prefill, with a first pass for the maxima."""
+    schedule_flash_prefill(sch, sizes)
+    steps.decode_by_vectors(sch, "dequantize_max", sizes.lanes)
+    steps.tile_qk_for_registers(sch, sizes, "qk_max")
+    _schedule_scores(sch, sizes, "_max", bias=False)
+    steps.reduce_down_columns(sch, "row_max", sizes.lanes, sizes.reduction_vectors)
+    steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
+
+
+def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    """Head columns as lanes: partial sums of few rows in registers, lane sums by a shuffle tree."""
+    steps.parallelize_tasks(sch)
+    steps.parallelize_tasks(sch, "merge")
+    padded = sizes.padded_columns(columns) != columns
+    keys = sizes.decode_key_tile(row_tile)
+    lane_sum = intrinsics.register_lane_sum(row_tile, keys, sizes.lanes)
+    steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, padded)
+    _schedule_scores(sch, sizes, "", bias=True)
+    steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
+    for name in ("block_max", "block_sum"):
+        steps.reduce_along_row(sch, name, sizes.lanes)
+    steps.tile_sv_for_few_rows(sch, sizes, row_tile, padded)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from tvm import te, tirx
 from tvm.script import tirx as T
 
-from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
+from .cache_block import cache_region, decoded_cache, match_cache
 from .row_state import clear_state, write_output
 from .rows import (
     allocate_row_block,
@@ -45,18 +45,8 @@ class DecodeShape(NamedTuple):
         return self.row_tile * self.row_tiles
 
 
-def _cache_tensors(spec: KernelSpec, shape: DecodeShape, name: str):
-    cache_rows = te.placeholder((shape.kv_block, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
-    last_row = te.var("last_row", "int32")
-    return (
-        cache_rows,
-        last_row,
-        kv_dequantize(cache_rows, last_row, shape.columns, spec.cache, name),
-    )
-
-
 def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
-    cache_rows, last_row, keys = _cache_tensors(spec, shape, "dequantize_k")
+    cache_rows, last_row, keys = decoded_cache(spec, shape.kv_block, shape.columns, "dequantize_k")
     query = te.placeholder((shape.row_tile, shape.planes, shape.columns), name="query")
     _, scores = qk_gemm_rows_first(query, keys, shape.lanes)
     return make_step([cache_rows, last_row, query, scores])
@@ -70,22 +60,12 @@ def softmax_rows_first_step(shape: DecodeShape):
 
 
 def sv_rows_first_step(spec: KernelSpec, shape: DecodeShape):
-    cache_rows, last_row, values = _cache_tensors(spec, shape, "dequantize_v")
+    cache_rows, last_row, values = decoded_cache(spec, shape.kv_block, shape.columns, "dequantize_v")
     p = te.placeholder((shape.row_tile, shape.kv_block), name="p")
     accumulator = te.placeholder((shape.row_tile, shape.planes, shape.columns), name="acc_old")
     beta = te.placeholder((shape.row_tile,), name="row_beta")
     result = sv_gemm(lambda m, t: p[m, t], values, accumulator, beta)
     return make_step([cache_rows, last_row, p, accumulator, beta, result])
-
-
-def _cache_block(spec: KernelSpec, cache, b, n, begin, rows: int):
-    at = tirx.Cast("int64", begin)
-    return cache[b, n, at : at + rows, 0 : spec.cache_columns]
-
-
-def _match_cache(spec: KernelSpec, region, dtype: str, rows: int):
-    stride = T.int64()
-    return T.match_buffer(region, (rows, spec.cache_columns), dtype, strides=(stride, 1), offset_factor=1, align=1)
 
 
 def _tile(buffer, tile, row_tile: int):
@@ -95,11 +75,11 @@ def _tile(buffer, tile, row_tile: int):
 
 
 def _emit_qk(spec, shape, step, cache, b, n, begin, last, query, tile, scores):
-    region = _cache_block(spec, cache, b, n, begin, shape.kv_block)
+    region = cache_region(spec, cache, b, n, begin, shape.kv_block)
     with T.sblock("qk_step"):
         T.reads(region, whole(query))
         T.writes(whole(scores))
-        rows = _match_cache(spec, region, cache.dtype, shape.kv_block)
+        rows = match_cache(spec, region, cache.dtype, shape.kv_block)
         splice(step, [rows, last, _tile(query, tile, shape.row_tile), scores])
 
 
@@ -113,11 +93,11 @@ def _emit_softmax(shape, step, scores, m, l, alpha, tile):
 
 
 def _emit_sv(spec, shape, step, cache, b, n, begin, last, p, acc, alpha, tile):
-    region = _cache_block(spec, cache, b, n, begin, shape.kv_block)
+    region = cache_region(spec, cache, b, n, begin, shape.kv_block)
     with T.sblock("sv_step"):
         T.reads(region, whole(p), whole(acc), whole(alpha))
         T.writes(whole(acc))
-        rows = _match_cache(spec, region, cache.dtype, shape.kv_block)
+        rows = match_cache(spec, region, cache.dtype, shape.kv_block)
         R = shape.row_tile
         splice(step, [rows, last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
 
@@ -257,9 +237,10 @@ def flash_decode(spec: KernelSpec, sizes):
                 chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
                 chunk_end: T.let = T.Cast("int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3])))
                 first_block: T.let = T.max(chunk_begin, rows.limits[0]) // BC
-                if chunk_end > T.max(chunk_begin, rows.limits[0]):
+                blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
+                if blocks > 0:
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
-                for blk in T.serial(T.max((chunk_end + (BC - 1)) // BC - first_block, 0)):
+                for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
                     for tile in T.serial(T.Cast("int32", active)):

@@ -12,7 +12,9 @@ from tvm.script import tirx as T
 from ..kernel_arguments import QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
-from .prefill import (
+from .row_state import clear_state, write_output
+from .rows import allocate_row_block, describe_rows, row_factor
+from .rows_last import (
     dequantize_step,
     emit_dequantize,
     emit_softmax,
@@ -22,8 +24,6 @@ from .prefill import (
     softmax_rows_last_step,
     sv_rows_last_step,
 )
-from .row_state import clear_state, write_output
-from .rows import allocate_row_block, describe_rows, row_factor
 from .score_steps import process_scores
 from .splice import alias, emit_step, make_step, splice, whole
 
@@ -64,8 +64,9 @@ def _normalise_qk(buffers, scalars, rows, count, b, m, l, output_qk):
     state = T.sblock_alloc_buffer((4,))
     with T.serial(0, count) as r:
         row_factor(buffers, scalars, rows.head[r], m[r], l[r], state)
-        with T.serial(0, rows.end_key[r]) as key:
-            where = (b, *_row_index(rows, r), tirx.Cast("int64", key))
+        first = T.bind(rows.first_key[r])
+        with T.serial(0, tirx.max(rows.end_key[r] - first, T.int32(0))) as i:
+            where = (b, *_row_index(rows, r), tirx.Cast("int64", first + i))
             T.buffer_store(output_qk, output_qk[where] * state[0], list(where))
 
 

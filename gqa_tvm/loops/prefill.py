@@ -2,103 +2,24 @@
 
 from __future__ import annotations
 
-from tvm import te, tirx
 from tvm.script import tirx as T
 
-from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
-from ..definitions.qk_gemm import qk_gemm_rows_last
-from ..definitions.softmax import online_softmax
-from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .row_state import clear_state, write_output
-from .rows import (
-    allocate_row_block,
-    describe_rows,
-    fold_scale,
-    load_query_row,
+from .rows import allocate_row_block, describe_rows
+from .rows_last import (
+    dequantize_step,
+    emit_dequantize,
+    emit_softmax,
+    emit_sv,
+    pack_query,
+    qk_rows_last_step,
+    softmax_rows_last_step,
+    sv_rows_last_step,
 )
 from .score_steps import process_scores
-from .splice import alias, emit_step, make_step, splice, whole
-
-
-def dequantize_step(spec: KernelSpec, rows: int, columns: int, name: str):
-    """TE step: cache rows [rows, C] and the last readable row -> [rows, E, columns] float32."""
-    cache_rows = te.placeholder((rows, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
-    last_row = te.var("last_row", "int32")
-    decoded = kv_dequantize(cache_rows, last_row, columns, spec.cache, name)
-    return make_step([cache_rows, last_row, decoded])
-
-
-def qk_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, name: str = "qk"):
-    query_t = te.placeholder((spec.cache_planes, columns, rows), name="query_t")
-    keys = te.placeholder((kv_block, spec.cache_planes, columns), name="keys")
-    return make_step([query_t, keys, qk_gemm_rows_last(query_t, keys, name)])
-
-
-def softmax_rows_last_step(kv_block: int, rows: int):
-    scores = te.placeholder((kv_block, rows), name="scores")
-    m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
-    outputs = online_softmax(lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True)
-    return make_step([scores, m_old, l_old, *outputs])
-
-
-def sv_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int):
-    p = te.placeholder((kv_block, rows), name="p")
-    values = te.placeholder((kv_block, spec.cache_planes, columns), name="values")
-    accumulator = te.placeholder((rows, spec.cache_planes, columns), name="acc_old")
-    beta = te.placeholder((rows,), name="row_beta")
-    return make_step([p, values, accumulator, beta, sv_gemm(lambda m, t: p[t, m], values, accumulator, beta)])
-
-
-def emit_dequantize(name: str, step, spec: KernelSpec, cache, b, n, key_begin, last_row, rows, target):
-    """Decode cache[b, n, key_begin : key_begin + rows] into `target`, reading no row past `last_row`."""
-    begin = tirx.Cast("int64", key_begin)
-    region = cache[b, n, begin : begin + rows, 0 : spec.cache_columns]
-    with T.sblock(f"{name}_step"):
-        T.reads(region)
-        T.writes(whole(target))
-        stride = T.int64()
-        shape = (rows, spec.cache_columns)
-        block = T.match_buffer(region, shape, cache.dtype, strides=(stride, 1), offset_factor=1, align=1)
-        splice(step, [block, last_row, target])
-
-
-def emit_softmax(step, scores, m, l, alpha):
-    """One online-softmax step in place: scores become p, (m, l) move on, alpha is what acc is rescaled by."""
-    with T.sblock("softmax_step"):
-        T.reads(whole(scores), whole(m), whole(l))
-        T.writes(whole(scores), whole(m), whole(l), whole(alpha))
-        splice(step, [scores, m, l, alpha, alias(scores), alias(l), alias(m)])
-
-
-def emit_sv(step, p, values, acc, beta):
-    """acc = beta acc + p V in place."""
-    with T.sblock("sv_step"):
-        T.reads(whole(p), whole(values), whole(acc), whole(beta))
-        T.writes(whole(acc))
-        splice(step, [p, values, acc, beta, alias(acc)])
-
-
-def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):
-    fold = T.sblock_alloc_buffer((spec.head_size,))
-    row = T.sblock_alloc_buffer((spec.head_size,))
-    fold_scale(fold, buffers.k_scale, n, spec.head_size, scalars.softmax_scale)
-    with T.serial(0, count) as r:
-        load_query_row(
-            spec,
-            buffers,
-            scalars,
-            rows,
-            b,
-            r,
-            fold,
-            row,
-            lambda e, c, value: T.buffer_store(query_t, value, [e, c, r]),
-        )
-        for padding in range(spec.cache_columns, columns):
-            for e in range(spec.cache_planes):
-                T.buffer_store(query_t, T.float32(0), [e, padding, r])
+from .splice import emit_step, whole
 
 
 def flash_prefill(spec: KernelSpec, sizes):
