@@ -1,4 +1,4 @@
-"""Schedules of the kernels, written once over block sizes; a target file may override a kernel."""
+"""Schedules of every kernel, written over block sizes alone: right for any CPU, the base of every other target."""
 
 from __future__ import annotations
 

@@ -1,17 +1,5 @@
-"""AVX2 with FMA: 16 registers of 8 floats."""
+"""AVX2 with FMA: the generic schedules with this target's block sizes."""
 
-from __future__ import annotations
+from .generic import schedule_append, schedule_flash_decode, schedule_flash_prefill, schedule_naive
 
-from .attention import (
-    schedule_append,
-    schedule_flash_decode,
-    schedule_flash_prefill,
-    schedule_naive,
-)
-
-__all__ = [
-    "schedule_append",
-    "schedule_flash_decode",
-    "schedule_flash_prefill",
-    "schedule_naive",
-]
+__all__ = ["schedule_append", "schedule_flash_decode", "schedule_flash_prefill", "schedule_naive"]

@@ -1,17 +1,5 @@
-"""AVX-512: 32 registers of 16 floats."""
+"""AVX-512: the generic schedules with this target's block sizes."""
 
-from __future__ import annotations
+from .generic import schedule_append, schedule_flash_decode, schedule_flash_prefill, schedule_naive
 
-from .attention import (
-    schedule_append,
-    schedule_flash_decode,
-    schedule_flash_prefill,
-    schedule_naive,
-)
-
-__all__ = [
-    "schedule_append",
-    "schedule_flash_decode",
-    "schedule_flash_prefill",
-    "schedule_naive",
-]
+__all__ = ["schedule_append", "schedule_flash_decode", "schedule_flash_prefill", "schedule_naive"]
