@@ -24,3 +24,27 @@ def poison_outputs(monkeypatch):
     """Outputs and the partial states of flash decoding start as NaN."""
     for module in (operator, kernel_calls):
         monkeypatch.setattr(module, "aligned_empty", _poisoned)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the tests of the launcher put what they compile."""
+    return tmp_path_factory.mktemp("launcher")
+
+
+@pytest.fixture(scope="module")
+def library(folder):
+    """Small kernels linked with the launcher."""
+    from launcher_services import LAUNCHER, compile_kernels, link
+
+    return link(folder, "kernels.so", compile_kernels(folder), LAUNCHER)
+
+
+@pytest.fixture
+def services(library):
+    """The launcher's C functions, set to two threads."""
+    from launcher_services import Services
+
+    services = Services(library)
+    services.set_num_threads(2)
+    return services

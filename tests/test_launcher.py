@@ -14,26 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm_ffi
-from launcher_services import GCC, LAUNCHER, Services, Task, compile_kernels, link
+from launcher_services import GCC, LAUNCHER, Task, link
 
 pytest.importorskip("tvm")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("launcher")
-
-
-@pytest.fixture(scope="module")
-def library(folder):
-    return link(folder, "kernels.so", compile_kernels(folder), LAUNCHER)
-
-
-@pytest.fixture
-def services(library):
-    services = Services(library)
-    services.set_num_threads(2)
-    return services
 
 
 def _rows(module, size=1000, halvings=50):

@@ -8,26 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tvm_ffi
-from launcher_services import LAUNCHER, MIB, Services, compile_kernels, link
+from launcher_services import LAUNCHER, MIB, Services, link
 
 pytest.importorskip("tvm")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("launcher")
-
-
-@pytest.fixture(scope="module")
-def library(folder):
-    return link(folder, "kernels.so", compile_kernels(folder), LAUNCHER)
-
-
-@pytest.fixture
-def services(library):
-    services = Services(library)
-    services.set_num_threads(2)
-    return services
 
 
 def test_scratch_is_aligned_and_reused(services):
