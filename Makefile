@@ -1,31 +1,39 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# Running needs no oracle: onnxruntime is installed for tests and benchmarks only.
+RUN := $(VENV)/.installed-run
+DEV := $(VENV)/.installed-dev
 
 .PHONY: run test quick lint bench clean
 
-run: $(STAMP)
+run: $(RUN)
 	$(BIN)/gqa-tvm demo
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-quick: $(STAMP)
+quick: $(DEV)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: $(STAMP)
+bench: $(DEV)
 	$(BIN)/python bench/against_onnxruntime.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
-$(STAMP): pyproject.toml
+$(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(RUN): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e ".[build,cli]"
+	touch $@
+
+$(DEV): pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e ".[dev]"
 	touch $@
