@@ -132,7 +132,7 @@ def group_query_attention(
 def _lengths(seqlens_k: Array, total_length: Array | int, query_seqlens: Array | None, new_tokens: int) -> Lengths:
     total = int(np.asarray(total_length).reshape(()))
     totals = np.asarray(seqlens_k).reshape(-1).astype(np.int64) + 1
-    counts = np.full(len(totals), new_tokens)
+    counts: Array = np.full(len(totals), new_tokens)
     if query_seqlens is not None:
         counts = query_seqlens.astype(np.int64)
     is_prompt = new_tokens == total and query_seqlens is None
