@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tvm_ffi
 
 from .errors import InvalidArgument
 
@@ -19,6 +20,9 @@ def as_array(value: Any, name: str) -> np.ndarray | None:
         try:
             return np.from_dlpack(value)
         except Exception as error:
+            bfloat16 = _bfloat16_from_dlpack(value)
+            if bfloat16 is not None:
+                return bfloat16
             raise InvalidArgument(f"Input '{name}' cannot be read through DLPack: {error}") from error
     try:
         array = np.asarray(value)
@@ -28,6 +32,33 @@ def as_array(value: Any, name: str) -> np.ndarray | None:
     if isinstance(value, int) and -(2**31) <= value < 2**31:
         return array.astype(np.int32)
     return array
+
+
+class _Memory:
+    """Array interface of a DLPack tensor that NumPy has no dtype for, seen as its bits."""
+
+    def __init__(self, tensor: tvm_ffi.Tensor) -> None:
+        self._keep = tensor
+        strides = tuple(2 * stride for stride in tensor.strides)
+        self.__array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<u2",
+            "data": (tensor.data_ptr(), False),
+            "strides": strides,
+            "version": 3,
+        }
+
+
+def _bfloat16_from_dlpack(value: Any) -> np.ndarray | None:
+    """A bfloat16 CPU tensor as an array of ml_dtypes.bfloat16, which NumPy knows once it is imported; else None."""
+    try:
+        tensor = tvm_ffi.from_dlpack(value)
+        if str(tensor.dtype) != "bfloat16" or tensor.device.type != "cpu":
+            return None
+        import ml_dtypes
+    except Exception:
+        return None
+    return np.asarray(_Memory(tensor)).view(ml_dtypes.bfloat16)
 
 
 class _Writable:
@@ -49,6 +80,11 @@ def readable(array: np.ndarray) -> np.ndarray:
     if not array.flags.writeable:
         return np.asarray(_Writable(array))
     return array
+
+
+def as_bits(array: np.ndarray) -> np.ndarray:
+    """A bfloat16 array as kernels take it: uint16; any other array as it is."""
+    return array.view(np.uint16) if array.dtype.kind == "V" else array
 
 
 def required(array: np.ndarray | None) -> np.ndarray:

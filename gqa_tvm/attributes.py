@@ -6,6 +6,8 @@ import operator
 from dataclasses import dataclass
 from numbers import Real
 
+import numpy as np
+
 from gqa_tvm.errors import InvalidArgument
 
 _INTEGERS = (
@@ -20,7 +22,8 @@ _INTEGERS = (
     "qk_output",
     "kv_cache_bit_width",
 )
-_FLOATS = ("scale", "softcap", "q_norm_epsilon", "k_norm_epsilon", "qk_norm_epsilon")
+_FLOATS = ("scale", "softcap")
+_EPSILONS = ("q_norm_epsilon", "k_norm_epsilon", "qk_norm_epsilon")
 _QUANT_TYPES = ("NONE", "PER_TENSOR", "PER_CHANNEL")
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
@@ -30,7 +33,8 @@ _FLOAT32_MAX = (2 - 2.0**-23) * 2.0**127
 class Attributes:
     """Checked attributes of one operator; quantisation types are stored in upper case.
 
-    Flags follow ONNX Runtime: they are on only when exactly 1. Raises InvalidArgument.
+    Flags follow ONNX Runtime: they are on only when exactly 1. Epsilons hold float32 values, as ONNX attributes do;
+    q_norm_epsilon and k_norm_epsilon stay None when they are not given. Raises InvalidArgument.
     """
 
     num_heads: int
@@ -47,8 +51,8 @@ class Attributes:
     k_quant_type: str = "NONE"
     v_quant_type: str = "NONE"
     kv_cache_bit_width: int = 0
-    q_norm_epsilon: float = 1e-6
-    k_norm_epsilon: float = 1e-6
+    q_norm_epsilon: float | None = None
+    k_norm_epsilon: float | None = None
     qk_norm_epsilon: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -56,6 +60,8 @@ class Attributes:
             object.__setattr__(self, name, _integer(name, getattr(self, name)))
         for name in _FLOATS:
             object.__setattr__(self, name, _real(name, getattr(self, name)))
+        for name in _EPSILONS:
+            object.__setattr__(self, name, _epsilon(name, getattr(self, name)))
         _check_heads(self)
         _check_causal(self)
         for name in ("k_quant_type", "v_quant_type"):
@@ -99,6 +105,21 @@ class Attributes:
         """Keys a row may see, itself included; -1 when there is no window."""
         return self.local_window_size
 
+    @property
+    def use_sliding_window(self) -> bool:
+        """Whether the cache keeps a window of the sequence and drops older keys."""
+        return self.sliding_window_cache == 1
+
+    @property
+    def query_norm_epsilon(self) -> float:
+        """Epsilon of the query's RMS norm: q_norm_epsilon, else qk_norm_epsilon."""
+        return self.qk_norm_epsilon if self.q_norm_epsilon is None else self.q_norm_epsilon
+
+    @property
+    def key_norm_epsilon(self) -> float:
+        """Epsilon of the key's RMS norm: k_norm_epsilon, else qk_norm_epsilon."""
+        return self.qk_norm_epsilon if self.k_norm_epsilon is None else self.k_norm_epsilon
+
 
 def _integer(name: str, value: object) -> int:
     try:
@@ -123,6 +144,16 @@ def _real(name: str, value: object) -> float:
         raise InvalidArgument(f"Attribute '{name}' is outside the range of float32.") from None
     if _FLOAT32_MAX < abs(number) < float("inf"):
         raise InvalidArgument(f"Attribute '{name}' is outside the range of float32, got {number}.")
+    return number
+
+
+def _epsilon(name: str, value: object) -> float | None:
+    if value is None and name != "qk_norm_epsilon":
+        return None
+    # A value too small for float32 would become 0.
+    number = float(np.float32(_real(name, value)))
+    if not 0 < number < float("inf"):
+        raise InvalidArgument(f"Attribute '{name}' must be finite and positive as a float32, got {value}.")
     return number
 
 
@@ -160,7 +191,7 @@ def _check_causal(attributes: Attributes) -> None:
 
 def _check_window(attributes: Attributes) -> None:
     window = attributes.local_window_size
-    if attributes.sliding_window_cache == 1 and window <= 0:
+    if attributes.use_sliding_window and window <= 0:
         raise InvalidArgument(
             f"GroupQueryAttention (CPU): sliding_window_cache=1 requires local_window_size > 0. Got {window}."
         )
@@ -198,5 +229,8 @@ def _check_grouping_and_outputs(attributes: Attributes) -> None:
             f"qk_output attribute received unsupported value {attributes.qk_output}: "
             "0, 1 (before softmax) and 2 (after softmax) are valid."
         )
-    if attributes.sliding_window_cache == 1:
-        raise InvalidArgument("sliding_window_cache=1 is not supported yet.")
+    if attributes.use_sliding_window and attributes.qk_output:
+        raise InvalidArgument(
+            "GroupQueryAttention (CPU): qk_output is not implemented with sliding_window_cache=1. "
+            f"Got qk_output={attributes.qk_output}."
+        )

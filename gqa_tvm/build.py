@@ -15,11 +15,12 @@ from threading import Lock
 
 from .errors import BuildError
 from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
-from .kernels import CACHE_FORMATS, KernelSpec
+from .kernels import CacheFormat, KernelSpec
 from .schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from .targets import best_target, usable_cores
 
 USUAL_HEAD_SIZES = (64, 128)
+USUAL_CACHES: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
 USUAL_ROW_TILES = (1, 2, 3, 4, 7, 8)
 
 _NATIVE = Path(__file__).parent / "native"
@@ -31,13 +32,13 @@ def usual_kernels(head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSp
     """The kernels that `build` makes ahead: every cache format at common head sizes and group sizes."""
     specs = []
     for head_size in head_sizes:
-        for cache in CACHE_FORMATS:
+        for cache in USUAL_CACHES:
             specs += [
-                KernelSpec("append", cache, head_size),
-                KernelSpec("flash_prefill", cache, head_size),
-                KernelSpec("naive", cache, head_size),
+                KernelSpec("append", "f32", cache, head_size),
+                KernelSpec("flash_prefill", "f32", cache, head_size),
+                KernelSpec("naive", "f32", cache, head_size),
             ]
-            specs += [KernelSpec("flash_decode", cache, head_size, rows) for rows in USUAL_ROW_TILES]
+            specs += [KernelSpec("flash_decode", "f32", cache, head_size, rows) for rows in USUAL_ROW_TILES]
     return specs
 
 

@@ -7,14 +7,25 @@ from dataclasses import dataclass
 from typing import Literal
 
 Operation = Literal["append", "flash_prefill", "flash_decode", "naive"]
-CacheFormat = Literal["f32", "i8", "i4"]
+FloatFormat = Literal["f32", "f16", "bf16"]
+CacheFormat = Literal["f32", "f16", "bf16", "i8", "i4"]
 
-CACHE_FORMATS: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
+FLOAT_FORMATS: tuple[FloatFormat, ...] = ("f32", "f16", "bf16")
+CACHE_FORMATS: tuple[CacheFormat, ...] = (*FLOAT_FORMATS, "i8", "i4")
+# Formats by the name of the NumPy dtype that holds them.
+FORMATS: dict[str, CacheFormat] = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int8": "i8",
+    "uint8": "i4",
+}
 # flash_decode keeps this many query rows in registers at once; a group that fits no tile exactly takes several.
 ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 
 _NAME = re.compile(
-    r"(?P<operation>append|flash_prefill|flash_decode|naive)_f32_(?P<cache>f32|i8|i4)_h(?P<head>\d+)(_r(?P<rows>\d+))?"
+    r"(?P<operation>append|flash_prefill|flash_decode|naive)_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
+    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?"
 )
 
 
@@ -22,10 +33,12 @@ _NAME = re.compile(
 class KernelSpec:
     """What is fixed when a kernel is compiled; every other size is a run-time number.
 
+    query: format of query, key, value, output and what comes with them; cache: format of the stored rows.
     head_size: H. row_tile: query rows that share a register tile, flash_decode only (0 elsewhere).
     """
 
     operation: Operation
+    query: FloatFormat
     cache: CacheFormat
     head_size: int
     row_tile: int = 0
@@ -33,12 +46,16 @@ class KernelSpec:
     @property
     def name(self) -> str:
         suffix = f"_r{self.row_tile}" if self.row_tile else ""
-        return f"{self.operation}_f32_{self.cache}_h{self.head_size}{suffix}"
+        return f"{self.operation}_{self.query}_{self.cache}_h{self.head_size}{suffix}"
 
     @property
     def cache_planes(self) -> int:
         """Values per stored element: 2 nibbles a byte for int4."""
         return 2 if self.cache == "i4" else 1
+
+    @property
+    def is_float_cache(self) -> bool:
+        return self.cache in FLOAT_FORMATS
 
     @property
     def cache_columns(self) -> int:
@@ -52,7 +69,7 @@ class KernelSpec:
         if match is None:
             raise ValueError(f"{name!r} is not a kernel name such as flash_decode_f32_i8_h128_r2")
         rows = int(match["rows"] or 0)
-        return KernelSpec(match["operation"], match["cache"], int(match["head"]), rows)  # type: ignore[arg-type]
+        return KernelSpec(*match.group("operation", "query", "cache"), int(match["head"]), rows)  # type: ignore[arg-type]
 
 
 def row_tile_for(group_size: int) -> int:

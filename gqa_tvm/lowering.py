@@ -10,13 +10,14 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 
+from .definitions.half import float16_to_float32, float32_to_float16
 from .kernels import KernelSpec
 from .loops.append import append
 from .loops.decode import flash_decode
 from .loops.naive import naive
 from .loops.prefill import flash_prefill
 from .schedules.block_sizes import BlockSizes
-from .targets import llvm_target
+from .targets import converts_float16, llvm_target
 
 # Register tiles and other small scratch live on the stack, where LLVM turns them into registers; larger scratch comes
 # from the workspace, so that a worker's stack stays small.
@@ -72,9 +73,33 @@ def _keep_small_buffers_on_stack():
     return rewrite
 
 
-def _passes() -> list:
+def _float16_by_integers():
+    """Replace casts from and to float16, for targets without instructions for them."""
+
+    def rewrite_cast(cast):
+        source, target = str(cast.value.ty), str(cast.ty)
+        if source == "float16" and target == "float32":
+            return float16_to_float32(tirx.reinterpret("uint16", cast.value))
+        if source == "float32" and target == "float16":
+            return tirx.reinterpret("float16", float32_to_float16(cast.value))
+        return cast
+
+    @tvm.transform.module_pass(opt_level=0)
+    def rewrite(mod, _context):
+        return tvm.IRModule(
+            {
+                name: function.with_body(tvm_ffi.structural_map(function.body, (tirx.Cast, rewrite_cast)))
+                for name, function in mod.functions.items()
+            }
+        )
+
+    return rewrite
+
+
+def _passes(target: str) -> list:
     s, t = s_tir.transform, tirx.transform
     return [
+        *([] if converts_float16(target) else [_float16_by_integers()]),
         s.CanonicalizeLoop(),
         s.LowerInitBlock(),
         s.PlanAndUpdateBufferAllocationLocation(),
@@ -113,6 +138,6 @@ def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
     tvm_target = tvm_target.with_host(tvm_target)
     mod = tirx.transform.BindTarget(tvm_target)(mod)
     with tvm_target:
-        mod = tvm.ir.transform.Sequential(_passes())(mod)
+        mod = tvm.ir.transform.Sequential(_passes(target))(mod)
     # tvm.tirx.build the function hides the module of the same name.
     return sys.modules["tvm.tirx.build"].tir_to_runtime(mod, {}, tvm_target)

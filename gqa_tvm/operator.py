@@ -1,13 +1,13 @@
-"""The operator: validate -> present cache -> append (rotary, quantise) -> attention -> output."""
+"""The operator: validate -> present cache -> append (norm, rotary, quantise) -> attention -> output."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import aligned_empty, aligned_zeros, as_array
+from .arrays import aligned_empty, aligned_zeros, as_array, as_bits
 from .attributes import Attributes
 from .errors import InvalidArgument
 from .kernel_calls import (
@@ -17,8 +17,8 @@ from .kernel_calls import (
     run_flash_decode,
     run_naive,
 )
-from .kernels import CacheFormat, KernelSpec, row_tile_for
-from .kv_cache import Present, prepare_present
+from .kernels import FORMATS, KernelSpec, row_tile_for
+from .kv_cache import Present, plan_layout, prepare_present
 from .runtime import KernelLibrary, launcher, library_for
 from .schedules.block_sizes import DEFAULT_BLOCK_SIZES, BlockSizes
 from .strategy import Choice, Strategy, choose_strategy, flash_disabled, strategy_from
@@ -85,7 +85,6 @@ class GroupQueryAttention:
         self._num_threads = num_threads or usable_cores()
         self._target, self._library_path = target, library
         self._naive_only = flash_disabled()
-        self._cache: CacheFormat = {0: "f32", 8: "i8", 4: "i4"}[self.attributes.cache_bits]  # type: ignore[assignment]
         self._library: KernelLibrary | None = None
         self.last_plan = None
 
@@ -146,18 +145,19 @@ class GroupQueryAttention:
         choice = choose_strategy(self._strategy, self.attributes, problem, sizes, self._naive_only)
         append, attend = self._specs(problem, choice)
         kernels = self._library.kernel(append), self._library.kernel(attend)
-        dtype = np.dtype({"f32": np.float32, "i8": np.int8, "i4": np.uint8}[self._cache])
-        keys = prepare_present("key", inputs.past_key, present_key, dtype, problem)
-        values = prepare_present("value", inputs.past_value, present_value, dtype, problem)
+        layout = plan_layout(self.attributes, problem)
+        keys = prepare_present("key", inputs.past_key, present_key, problem, layout)
+        values = prepare_present("value", inputs.past_value, present_value, problem, layout)
         self._refuse_shared_presents(keys, values)
 
         launcher().use_threads(self._num_threads)
-        call = AttentionCall(self.attributes, inputs, problem, keys.storage, values.storage)
+        call = AttentionCall(self.attributes, inputs, problem, layout.entries, keys.storage, values.storage)
         output_qk = self._allocate_output_qk(problem)
-        output = aligned_empty(
-            (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size),
-            np.float32,
-        )
+        shape = (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size)
+        result = aligned_empty(shape, problem.query_dtype)
+        output = as_bits(result)
+        keys.start()
+        values.start()
         if problem.kv_sequence_length:
             run_append(kernels[0], call)
         if choice.strategy is Strategy.NAIVE:
@@ -171,19 +171,23 @@ class GroupQueryAttention:
         values.finish()
         names = (append.name, attend.name) if problem.kv_sequence_length else (attend.name,)
         self.last_plan = Plan(choice.strategy, choice.reason, names, sizes, self._num_threads, self._library.target)
-        flat = output.reshape(problem.batch_size, problem.sequence_length, -1)
+        flat = result.reshape(problem.batch_size, problem.sequence_length, -1)
+        if output_qk is not None:
+            output_qk = output_qk.astype(problem.query_dtype, copy=False)
         return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
 
     def _specs(self, problem: Problem, choice: Choice) -> tuple[KernelSpec, KernelSpec]:
-        head_size, cache = problem.head_size, self._cache
-        append = KernelSpec("append", cache, head_size)
+        formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
+        head_size = problem.head_size
+        append = KernelSpec("append", *formats, head_size)  # type: ignore[arg-type]
         if choice.strategy is Strategy.NAIVE:
-            return append, KernelSpec("naive", cache, head_size)
+            return append, replace(append, operation="naive")
         if choice.few_rows:
-            return append, KernelSpec("flash_decode", cache, head_size, row_tile_for(problem.group_size))
-        return append, KernelSpec("flash_prefill", cache, head_size)
+            return append, replace(append, operation="flash_decode", row_tile=row_tile_for(problem.group_size))
+        return append, replace(append, operation="flash_prefill")
 
     def _allocate_output_qk(self, problem: Problem) -> np.ndarray | None:
+        """Zeros in float32: probabilities are normalised in it before they are rounded to the query's dtype."""
         if not self.attributes.qk_output:
             return None
         shape = (

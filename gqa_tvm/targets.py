@@ -17,7 +17,7 @@ _LLVM = {
 FALLBACKS = {"x86-64": ("x86-avx512", "x86-avx2", "generic"), "aarch64": ("generic",)}
 _FEATURES = {
     "generic": frozenset(),
-    "x86-avx2": frozenset({"avx2", "fma", "bmi2"}),
+    "x86-avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
     "x86-avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
 }
 TARGETS = tuple(_LLVM)
@@ -33,6 +33,7 @@ class TargetFacts:
     vector_registers: int
     l2_bytes: int
     cores: int
+    converts_float16: bool  # in hardware
 
     def lanes(self, element_bytes: int = 4) -> int:
         """Elements of a vector register."""
@@ -89,11 +90,16 @@ def require_runnable(target: str) -> None:
         raise ValueError(f"target {target} needs CPU features this machine lacks: {', '.join(sorted(missing))}")
 
 
+def converts_float16(target: str) -> bool:
+    """Whether the target has instructions between float16 and float32 (else integer arithmetic does it)."""
+    return target != "generic" or architecture() == "aarch64"
+
+
 @cache
 def target_facts(target: str) -> TargetFacts:
     """Facts of `target`; cores and caches are this machine's."""
     vector_bytes, registers = {"x86-avx512": (64, 32), "x86-avx2": (32, 16), "generic": (16, 16)}[target]
-    facts = TargetFacts(target, architecture(), vector_bytes, registers, _l2_bytes(), usable_cores())
+    facts = TargetFacts(target, architecture(), vector_bytes, registers, _l2_bytes(), usable_cores(), converts_float16(target))
     return replace(facts, vector_registers=32) if facts.architecture == "aarch64" else facts
 
 

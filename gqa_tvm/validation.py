@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from enum import Enum
 
 import numpy as np
 
 from gqa_tvm.attributes import Attributes
 from gqa_tvm.errors import InvalidArgument
+from gqa_tvm.validation_lengths import (
+    Phase,
+    check_result_sizes,
+    check_seqlens_range,
+    extremes,
+    read_phase,
+    read_query_lengths,
+    read_total,
+)
+from gqa_tvm.validation_positions import read_positions
 from gqa_tvm.validation_shapes import (
     Shapes,
     check_bias_shape,
     check_head_sink_shape,
+    check_norm_weight_shapes,
     check_position_ids_shape,
     check_rotary_columns,
     check_rotary_pair,
     check_scale_sizes,
     read_shapes,
 )
-from gqa_tvm.validation_types import Inputs, check_cache_dtype, check_dtypes, check_presence
+from gqa_tvm.validation_types import Inputs, check_dtypes, check_presence, read_cache_dtype
 
 __all__ = ["Inputs", "Phase", "Problem", "validate"]
-
-
-class Phase(str, Enum):
-    """Where the new tokens stand relative to the cache."""
-
-    FIRST_PROMPT = "first_prompt"  # S == T: positions start at 0, past content is ignored
-    TOKEN_GENERATION = "token_generation"  # S == 1, T > 1: batch entries may differ in length
-    CHUNK = "chunk"  # 1 < S < T, one batch entry
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +47,17 @@ class Problem:
     kv_num_heads: int  # N_kv
     head_size: int  # H
     packed_head_size: int  # last dimension of the cache: H, or (H + 1) // 2 for INT4
+    query_dtype: np.dtype  # float32, float16 or bfloat16: of every float input but the scales, and of the output
+    cache_dtype: np.dtype  # of past and present
+    sliding_window: bool  # the cache holds the last keys of the sequence, from row 0 on
     past_capacity: int  # C, 0 without past
-    present_length: int  # max(T, C)
+    present_length: int  # max(T, C), C with a sliding window
     total_sequence_length: int  # T
+    query_lengths: np.ndarray  # int32 [B]: tokens that are no padding
     past_lengths: np.ndarray  # int32 [B]: absolute position of query row 0
-    total_lengths: np.ndarray  # int32 [B]: keys an entry may see
+    total_lengths: np.ndarray  # int32 [B]: keys of the sequence after the step, T_b
     rotary_dim: int  # R, 0 without rotation
-    positions: np.ndarray | None  # int64 [B, S], None without rotation
+    positions: np.ndarray | None  # int64 [B, S], None without rotation; 0 for rows of padding
     packed_qkv: bool
 
     @property
@@ -63,31 +69,34 @@ class Problem:
 def validate(attributes: Attributes, inputs: Inputs) -> Problem:
     """Check a call and return what it means; the first broken rule in ORT's order wins.
 
-    Reads the values of seqlens_k, total_sequence_length, position_ids and the scales, writes
+    Reads the values of seqlens_k, total_sequence_length, query_seqlens, position_ids and the scales, writes
     nothing. Raises InvalidArgument.
     """
     check_dtypes(inputs)
     check_presence(attributes, inputs)
     shapes = read_shapes(attributes, inputs)
-    length = shapes.sequence_length
-    total = _read_total(inputs.total_sequence_length, shapes)
+    length, windowed = shapes.sequence_length, attributes.use_sliding_window
+    total = read_total(attributes, inputs, shapes)
     seqlens = np.array(inputs.seqlens_k, order="C").reshape(-1)  # int32 [B]
-    lowest, highest = _extremes(seqlens)
+    lowest, highest = extremes(seqlens)
     rotary = check_rotary_pair(inputs)
     if rotary is not None:
         _check_rotary_rows(rotary[0], total)
         check_rotary_columns(rotary[1], shapes.head_size)
         if lowest < 0 or highest >= rotary[0]:
             raise InvalidArgument(_seqlens_over_rotary_text(rotary[0], seqlens))
-    phase = _read_phase(shapes, total)
+    query_lengths = read_query_lengths(attributes, inputs, shapes, total, seqlens)
+    phase = read_phase(inputs, shapes, total)
     _check_optional_inputs(attributes, inputs, shapes, total)
-    if lowest < 0 or highest >= total or (phase is Phase.CHUNK and highest + 1 < length):
-        raise InvalidArgument(_seqlens_text(shapes, total, seqlens))
-    past_lengths = np.zeros_like(seqlens) if phase is Phase.FIRST_PROMPT else seqlens + (1 - length)
+    check_seqlens_range(attributes, inputs, shapes, total, phase, seqlens, lowest, highest)
+    total_lengths = seqlens + 1
+    past_lengths = _past_lengths(phase, windowed, total_lengths, query_lengths)
     positions = None
     if attributes.use_rotary:
-        positions = _read_positions(inputs.position_ids, rotary, phase, shapes, past_lengths)
-    check_cache_dtype(attributes, inputs.past_key)
+        positions = read_positions(inputs.position_ids, rotary, phase, length, past_lengths, query_lengths)
+    cache_dtype = read_cache_dtype(attributes, inputs)
+    present_length = shapes.past_capacity if windowed else max(total, shapes.past_capacity)
+    check_result_sizes(attributes, inputs, shapes, total, present_length, cache_dtype.itemsize)
     return Problem(
         phase=phase,
         batch_size=shapes.batch_size,
@@ -97,15 +106,26 @@ def validate(attributes: Attributes, inputs: Inputs) -> Problem:
         kv_num_heads=attributes.kv_num_heads,
         head_size=shapes.head_size,
         packed_head_size=shapes.packed_head_size,
+        query_dtype=inputs.query.dtype,
+        cache_dtype=cache_dtype,
+        sliding_window=windowed,
         past_capacity=shapes.past_capacity,
-        present_length=max(total, shapes.past_capacity),
+        present_length=present_length,
         total_sequence_length=total,
+        query_lengths=query_lengths,
         past_lengths=past_lengths,
-        total_lengths=seqlens + 1,
+        total_lengths=total_lengths,
         rotary_dim=0 if positions is None or rotary is None else 2 * rotary[1],
         positions=positions,
         packed_qkv=inputs.key is None,
     )
+
+
+def _past_lengths(phase: Phase, windowed: bool, total_lengths: np.ndarray, query_lengths: np.ndarray) -> np.ndarray:
+    # A ragged first prompt starts at 0 too: its padding is to the right.
+    if phase is Phase.FIRST_PROMPT and not windowed:
+        return np.zeros_like(total_lengths)
+    return total_lengths - query_lengths
 
 
 def _check_optional_inputs(attributes: Attributes, inputs: Inputs, shapes: Shapes, total: int) -> None:
@@ -113,46 +133,11 @@ def _check_optional_inputs(attributes: Attributes, inputs: Inputs, shapes: Shape
     check_bias_shape(attributes, inputs.attention_bias, shapes)
     _check_bias_columns(inputs.attention_bias, total)
     check_head_sink_shape(attributes, inputs.head_sink)
+    if inputs.q_norm_weight is not None:
+        check_norm_weight_shapes(inputs, shapes.head_size)
     if attributes.is_quantized:
         check_scale_sizes(attributes, inputs, shapes.head_size)
         _check_scales_finite(inputs)
-
-
-def _read_total(total_sequence_length: np.ndarray, shapes: Shapes) -> int:
-    """Return T, which the cache's capacity and the new tokens must allow."""
-    total = int(total_sequence_length.item())
-    kv_length, capacity = shapes.kv_sequence_length, shapes.past_capacity
-    if total <= 0:
-        raise InvalidArgument(f"total_sequence_length must be positive, got {total}.")
-    if total < kv_length:
-        raise InvalidArgument(
-            "total_sequence_length must be at least kv_sequence_length for a non-sliding cache. "
-            f"Got {total} and {kv_length}."
-        )
-    if total > capacity and total != capacity + kv_length:
-        raise InvalidArgument(
-            "total_sequence_length must equal past_sequence_length + kv_sequence_length for a "
-            "dynamic cache, or be no greater than past_sequence_length for a static cache. Got "
-            f"total_sequence_length={total}, past_sequence_length={capacity}, "
-            f"kv_sequence_length={kv_length}."
-        )
-    return total
-
-
-def _read_phase(shapes: Shapes, total: int) -> Phase:
-    length = shapes.sequence_length
-    if length == total:
-        return Phase.FIRST_PROMPT
-    if length == 1:
-        return Phase.TOKEN_GENERATION
-    if length == 0:
-        raise InvalidArgument("sequence_length shall be 1 when it is not prompt. Got 0.")
-    if shapes.batch_size != 1:
-        raise InvalidArgument(
-            "batch_size must be 1 when sequence_length > 1 and past context is given. "
-            f"Got batch_size={shapes.batch_size}, sequence_length={length}."
-        )
-    return Phase.CHUNK
 
 
 def _check_rotary_rows(rows: int, total: int) -> None:
@@ -160,6 +145,11 @@ def _check_rotary_rows(rows: int, total: int) -> None:
         raise InvalidArgument(
             f"cos_cache dimension 0 shall not be less than total_sequence_length. Got {rows} and {total}."
         )
+
+
+def _seqlens_over_rotary_text(rows: int, seqlens: np.ndarray) -> str:
+    index = int(np.argmax((seqlens < 0) | (seqlens >= rows)))
+    return f"seqlens_k[{index}] = {seqlens[index]} is out of range for rotary cache dimension 0 ({rows})"
 
 
 def _check_bias_columns(bias: np.ndarray | None, total: int) -> None:
@@ -179,66 +169,3 @@ def _check_scales_finite(inputs: Inputs) -> None:
             flat = np.asarray(scale).reshape(-1)
             index = int(np.flatnonzero(~np.isfinite(flat))[0])
             raise InvalidArgument(f"{name} must be finite, got {flat[index]} at index {index}.")
-
-
-def _seqlens_over_rotary_text(rows: int, seqlens: np.ndarray) -> str:
-    index = _first_outside(seqlens, rows)
-    return f"seqlens_k[{index}] = {seqlens[index]} is out of range for rotary cache dimension 0 ({rows})"
-
-
-def _seqlens_text(shapes: Shapes, total: int, seqlens: np.ndarray) -> str:
-    """Name the rule that is broken: inside the present buffer, at least S, at most T."""
-    present = max(total, shapes.past_capacity)
-    index = _first_outside(seqlens, present)
-    if index < seqlens.size:
-        return f"seqlens_k[{index}] = {seqlens[index]} is out of range [0, {present})"
-    index = _first_outside(seqlens, total)
-    if index < seqlens.size:
-        came = int(seqlens[index]) + 1
-        return f"seqlens_k[{index}] + 1 = {came} exceeds total_sequence_length ({total})."
-    length = shapes.sequence_length
-    return f"seqlens_k[0] = {seqlens[0]} is too small for sequence_length {length}"
-
-
-def _read_positions(
-    position_ids: np.ndarray | None,
-    rotary: tuple[int, int] | None,
-    phase: Phase,
-    shapes: Shapes,
-    past_lengths: np.ndarray,
-) -> np.ndarray | None:
-    """Return the int64 [B, S] rotary positions, None when the tables have no columns."""
-    if rotary is None:
-        raise InvalidArgument("cos_cache and sin_cache must be provided when do_rotary is true")
-    rows, columns = rotary
-    batch, length = shapes.batch_size, shapes.sequence_length
-    if position_ids is None:
-        positions = past_lengths[:, None] + np.arange(length, dtype=np.int64)
-    elif phase is Phase.FIRST_PROMPT:
-        base = int(position_ids[0, 0])
-        if base < 0 or base + length > rows:
-            raise InvalidArgument(
-                f"position_ids base value {base} with sequence_length {length} exceeds cos/sin cache range [0, {rows})"
-            )
-        positions = np.tile(np.arange(base, base + length, dtype=np.int64), (batch, 1))
-    else:
-        positions = np.array(position_ids[:, :length], order="C")
-        lowest, highest = _extremes(positions)
-        if lowest < 0 or highest >= rows:
-            flat = positions.reshape(-1)
-            index = _first_outside(flat, rows)
-            raise InvalidArgument(f"position_ids value {flat[index]} at index {index} is out of range [0, {rows})")
-    return positions if columns else None
-
-
-def _extremes(values: np.ndarray) -> tuple[int, int]:
-    if values.size == 1:
-        value = int(values.item())
-        return value, value
-    return int(values.min()), int(values.max())
-
-
-def _first_outside(values: np.ndarray, bound: int) -> int:
-    """Return the index of the first value outside [0, bound), values.size when all are inside."""
-    inside = np.append((values >= 0) & (values < bound), False)
-    return int(np.argmin(inside))

@@ -18,6 +18,10 @@ _PAST_RULES = {  # by the dimension they are about, None for the rank
 }
 
 
+INT32_MAX = 2**31 - 1
+BYTES_LIMIT = 2**47  # the address space of a process on x86-64
+
+
 class Shapes(NamedTuple):
     """The dimensions a call fixes by its shapes alone."""
 
@@ -36,10 +40,10 @@ def read_shapes(attributes: Attributes, inputs: Inputs) -> Shapes:
     kv_length = length
     if inputs.key is not None and inputs.value is not None:
         kv_length = _read_key_value(attributes, inputs.key, inputs.value, batch, head_size)
-    shapes = Shapes(batch, length, kv_length, head_size, packed_head_size, 0)
+    capacity = 0 if inputs.past_key is None or inputs.past_key.ndim != 4 else inputs.past_key.shape[2]
+    shapes = Shapes(batch, length, kv_length, head_size, packed_head_size, capacity)
     if inputs.past_key is not None and inputs.past_value is not None:
-        _check_past(attributes, inputs.past_key, inputs.past_value, shapes)
-        shapes = shapes._replace(past_capacity=inputs.past_key.shape[2])
+        _check_past(attributes, inputs.past_key.shape, inputs.past_value.shape, shapes)
     elif inputs.past_key is not None or inputs.past_value is not None:
         raise InvalidArgument("Input 'past_key' and 'past_value' shall be both present or both absent.")
     elif kv_length != length:
@@ -51,7 +55,7 @@ def read_shapes(attributes: Attributes, inputs: Inputs) -> Shapes:
     if inputs.total_sequence_length.shape not in ((), (1,)):
         raise InvalidArgument(
             "total_sequence_length tensor must be of one element. "
-            f"Got shape {_braces(inputs.total_sequence_length.shape)}."
+            f"Got shape {braces(inputs.total_sequence_length.shape)}."
         )
     return shapes
 
@@ -67,10 +71,11 @@ def check_rotary_pair(inputs: Inputs) -> tuple[int, int] | None:
     if shape != sin_cache.shape:
         raise InvalidArgument(
             "cos_cache and sin_cache must have the same shape. Got cos_cache shape "
-            f"{_braces(shape)} and sin_cache shape {_braces(sin_cache.shape)}."
+            f"{braces(shape)} and sin_cache shape {braces(sin_cache.shape)}."
         )
     if len(shape) != 2:
         raise InvalidArgument(f"cos_cache and sin_cache must be 2D tensors, got {len(shape)} dimensions.")
+    _check_extents("cos_cache", shape)
     return shape[0], shape[1]
 
 
@@ -137,6 +142,15 @@ def check_head_sink_shape(attributes: Attributes, head_sink: np.ndarray | None) 
         )
 
 
+def check_norm_weight_shapes(inputs: Inputs, head_size: int) -> None:
+    """q_norm_weight and k_norm_weight are [H]."""
+    for name, weight in (("q_norm_weight", inputs.q_norm_weight), ("k_norm_weight", inputs.k_norm_weight)):
+        if weight is not None and weight.shape != (head_size,):
+            raise InvalidArgument(
+                f"{name} must be a 1D tensor of shape (head_size={head_size}), got {braces(weight.shape)}."
+            )
+
+
 def check_scale_sizes(attributes: Attributes, inputs: Inputs, head_size: int) -> None:
     """Scales hold one element, or one a channel; their shape is free."""
     per_channel = attributes.k_quant_type == "PER_CHANNEL"
@@ -151,11 +165,14 @@ def _read_query(attributes: Attributes, inputs: Inputs) -> tuple[int, int, int]:
     shape = inputs.query.shape
     if len(shape) != 3:
         raise InvalidArgument(f"Input 'query' is expected to have 3 dimensions, got {len(shape)}")
+    _check_extents("query", shape)
+    if inputs.query.nbytes >= BYTES_LIMIT:
+        raise InvalidArgument(f"Input 'query' of shape {braces(shape)} is too large: {inputs.query.nbytes} bytes.")
     batch, length, hidden = shape
     if batch == 0:
-        raise InvalidArgument(f"batch_size must be at least 1. Input 'query' has shape {_braces(shape)}.")
+        raise InvalidArgument(f"batch_size must be at least 1. Input 'query' has shape {braces(shape)}.")
     if hidden == 0:
-        raise InvalidArgument(f"head_size must be at least 1. Input 'query' has shape {_braces(shape)}.")
+        raise InvalidArgument(f"head_size must be at least 1. Input 'query' has shape {braces(shape)}.")
     if (inputs.key is None) != (inputs.value is None):
         raise InvalidArgument(
             "Input 'key' and 'value' shall be both present, or both absent in the case of packed qkv."
@@ -211,9 +228,12 @@ def _value_text(batch: int, key: tuple[int, ...], value: tuple[int, ...]) -> str
     return f"Input 'value' is expected to have same hidden size as key. Got {value[2]}, {key[2]}."
 
 
-def _check_past(attributes: Attributes, past_key: np.ndarray, past_value: np.ndarray, shapes: Shapes) -> None:
-    key, value = past_key.shape, past_value.shape
+def _check_past(attributes: Attributes, key: tuple[int, ...], value: tuple[int, ...], shapes: Shapes) -> None:
+    """Both are [B, N_kv, C, packed H], and the new tokens are S or none."""
     kv_length, length = shapes.kv_sequence_length, shapes.sequence_length
+    valid = (shapes.batch_size, attributes.kv_num_heads, min(shapes.past_capacity, INT32_MAX), shapes.packed_head_size)
+    if key == value == valid and kv_length in (0, length):
+        return
     _check_past_dimension(key, value, None, 4)
     _check_past_dimension(key, value, 0, shapes.batch_size)
     if kv_length not in (0, length):
@@ -229,6 +249,7 @@ def _check_past(attributes: Attributes, past_key: np.ndarray, past_value: np.nda
         )
     _check_past_dimension(key, value, 1, attributes.kv_num_heads)
     _check_past_dimension(key, value, 3, shapes.packed_head_size)
+    _check_extents("past_key", key)
 
 
 def _check_past_dimension(key: tuple[int, ...], value: tuple[int, ...], axis: int | None, wanted: int) -> None:
@@ -254,6 +275,11 @@ def _check_seqlens_shape(seqlens_k: np.ndarray, batch: int) -> None:
             )
 
 
-def _braces(shape: tuple[int, ...]) -> str:
+def _check_extents(name: str, shape: tuple[int, ...]) -> None:
+    if max(shape) > INT32_MAX:
+        raise InvalidArgument(f"Input '{name}' has a dimension above {INT32_MAX}: its shape is {braces(shape)}.")
+
+
+def braces(shape: tuple[int, ...]) -> str:
     """Write a shape as ONNX Runtime does: {2,3}."""
     return "{" + ",".join(map(str, shape)) + "}"

@@ -15,7 +15,8 @@ from gqa_tvm import arrays, kernel_calls, operator
 
 def _poisoned(shape, dtype):
     array = arrays.aligned_empty(shape, dtype)
-    array.fill(np.nan)
+    # All bits set: NaN in every float format.
+    array.view(np.uint8).fill(0xFF)
     return array
 
 

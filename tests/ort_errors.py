@@ -1,4 +1,4 @@
-"""The error text of live onnxruntime for a possibly broken GroupQueryAttention call."""
+"""Calls of GroupQueryAttention, valid or broken, and the error text of live onnxruntime for them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,16 @@ import onnx
 import pytest
 from onnx import helper
 
+from gqa_tvm.attributes import Attributes
+from gqa_tvm.validation import Inputs, Problem, validate
+
 _NAMES = (
     "query key value past_key past_value seqlens_k total_sequence_length cos_cache sin_cache "
     "position_ids attention_bias head_sink k_scale v_scale q_norm_weight k_norm_weight "
     "query_seqlens"
 ).split()
+NO_PAST = {"past_key": None, "past_value": None}
+WINDOW = {"sliding_window_cache": 1, "local_window_size": 4}
 _Signature = tuple[tuple[str, int, int], ...]
 
 
@@ -29,15 +34,15 @@ def _session(attributes: tuple[tuple[str, Any], ...], signature: _Signature) -> 
     ]
     query = types["query"][0]
     cache = types.get("past_key", types["query"])[0]
-    outputs = [
-        helper.make_tensor_value_info(name, element, None)
-        for name, element in (("output", query), ("present_key", cache), ("present_value", cache))
-    ]
+    elements = {"output": query, "present_key": cache, "present_value": cache}
+    if dict(attributes).get("qk_output"):
+        elements["output_qk"] = query
+    outputs = [helper.make_tensor_value_info(name, element, None) for name, element in elements.items()]
     wired = [name if name in types else "" for name in _NAMES]
     node = helper.make_node(
         "GroupQueryAttention",
         wired,
-        ["output", "present_key", "present_value"],
+        list(elements),
         domain="com.microsoft",
         **dict(attributes),
     )
@@ -52,6 +57,26 @@ def _session(attributes: tuple[tuple[str, Any], ...], signature: _Signature) -> 
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def f32(*shape: int) -> np.ndarray:
+    """Float32 zeros."""
+    return np.zeros(shape, np.float32)
+
+
+def i8(*shape: int) -> np.ndarray:
+    """Int8 zeros."""
+    return np.zeros(shape, np.int8)
+
+
+def i32(*values: int) -> np.ndarray:
+    """An int32 vector."""
+    return np.array(values, np.int32)
+
+
+def ids(*values: int) -> np.ndarray:
+    """One batch entry's position_ids."""
+    return np.array([values], np.int64)
 
 
 def ort_error(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray | None]) -> str:
@@ -75,15 +100,17 @@ def valid_call(
     total: int = 5,
     bits: int = 0,
     rotary: int = 0,
+    head_size: int = 16,
+    dtype: Any = np.float32,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Attributes and inputs of a call with 2 query heads, 1 KV head, head size 16 that is valid."""
+    """Attributes and inputs of a call with 2 query heads and 1 KV head that is valid."""
     attributes: dict[str, Any] = {"num_heads": 2, "kv_num_heads": 1, "do_rotary": rotary}
-    cache = {0: np.float32, 8: np.int8, 4: np.uint8}[bits]
+    cache = {0: dtype, 8: np.int8, 4: np.uint8}[bits]
     inputs: dict[str, Any] = dict.fromkeys(_NAMES)
-    inputs["query"] = np.ones((batch, length, 32), np.float32)
+    inputs["query"] = np.ones((batch, length, 2 * head_size), dtype)
     for name in ("key", "value"):
-        inputs[name] = np.ones((batch, length, 16), np.float32)
-        inputs[f"past_{name}"] = np.ones((batch, 1, capacity, 8 if bits == 4 else 16), cache)
+        inputs[name] = np.ones((batch, length, head_size), dtype)
+        inputs[f"past_{name}"] = np.ones((batch, 1, capacity, (head_size + 1) // 2 if bits == 4 else head_size), cache)
     inputs["seqlens_k"] = np.full(batch, total - 1, np.int32)
     inputs["total_sequence_length"] = np.array([total], np.int32)
     if bits:
@@ -91,7 +118,7 @@ def valid_call(
         attributes["kv_cache_bit_width"] = bits
         inputs["k_scale"] = inputs["v_scale"] = np.ones(1, np.float32)
     if rotary:
-        inputs["cos_cache"] = inputs["sin_cache"] = np.ones((16, 8), np.float32)
+        inputs["cos_cache"] = inputs["sin_cache"] = np.ones((16, head_size // 2), dtype)
     return attributes, inputs
 
 
@@ -101,3 +128,9 @@ def broken_call(call: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[di
     for name, value in changes.items():
         (inputs if name in inputs else attributes)[name] = value
     return attributes, inputs
+
+
+def validated(call: Mapping[str, Any], **changes: Any) -> Problem:
+    """What a valid call means with some attributes and inputs replaced."""
+    attributes, inputs = broken_call(call, changes)
+    return validate(Attributes(**attributes), Inputs(**inputs))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ort_errors import ort_error, valid_call
+from ort_errors import WINDOW, ort_error, valid_call
 
 from gqa_tvm.attributes import Attributes
 from gqa_tvm.errors import InvalidArgument
@@ -73,11 +73,22 @@ BROKEN: list[tuple[dict[str, Any], str, bool]] = [
         True,
     ),
     ({"qk_output": 3}, "qk_output attribute received unsupported value 3", True),
+    ({**WINDOW, "qk_output": 3}, "attribute received unsupported value 3", True),
+    (
+        {**WINDOW, "qk_output": 2},
+        "GroupQueryAttention (CPU): qk_output is not implemented with sliding_window_cache=1.",
+        True,
+    ),
     # onnxruntime accepts, truncates or ignores these
     ({"local_window_size": 0}, "local_window_size must be -1 (off) or at least 1, got 0.", False),
     ({"local_window_size": -2}, "local_window_size must be -1 (off) or at least 1, got -2.", False),
     ({"v_quant_type": "PER_TENSOR"}, "v_quant_type needs the same k_quant_type", False),
-    ({"sliding_window_cache": 1, "local_window_size": 4}, "is not supported yet", False),
+    ({"qk_norm_epsilon": 0}, "'qk_norm_epsilon' must be finite and positive as a float32, got 0.", False),
+    ({"q_norm_epsilon": 1e-50}, "'q_norm_epsilon' must be finite and positive as a float32, got 1e-50.", False),
+    ({"k_norm_epsilon": math.inf}, "'k_norm_epsilon' must be finite and positive as a float32, got inf.", False),
+    ({"qk_norm_epsilon": math.nan}, "must be finite and positive as a float32, got nan.", False),
+    ({"k_norm_epsilon": -1e-6}, "must be finite and positive as a float32, got -1e-06.", False),
+    ({"qk_norm_epsilon": None}, "'qk_norm_epsilon' must be a real number, got NoneType.", False),
     ({"num_heads": 2**32 + 2}, "'num_heads' must be in [-2147483648, 2147483647]", False),
     ({"local_window_size": 2**31}, "got 2147483648", False),
     ({"causal": 10**5000}, "bits", False),
@@ -140,8 +151,18 @@ def test_defaults_are_those_of_ort() -> None:
     assert not attributes.use_rotary
     assert not attributes.is_rotary_interleaved
     assert not attributes.use_smooth_softmax
-    assert attributes.q_norm_epsilon == attributes.k_norm_epsilon == 1e-6
-    assert attributes.qk_norm_epsilon == 1e-6
+    assert not attributes.use_sliding_window
+    assert attributes.q_norm_epsilon is attributes.k_norm_epsilon is None
+    assert attributes.qk_norm_epsilon == float(np.float32(1e-6))
+
+
+def test_an_epsilon_of_one_side_overrides_the_shared_one() -> None:
+    shared = Attributes(2, 1, qk_norm_epsilon=0.5)
+    assert (shared.query_norm_epsilon, shared.key_norm_epsilon) == (0.5, 0.5)
+    query = Attributes(2, 1, qk_norm_epsilon=0.5, q_norm_epsilon=1e-5)
+    assert (query.query_norm_epsilon, query.key_norm_epsilon) == (float(np.float32(1e-5)), 0.5)
+    key = Attributes(2, 1, k_norm_epsilon=0.25)
+    assert (key.query_norm_epsilon, key.key_norm_epsilon) == (float(np.float32(1e-6)), 0.25)
 
 
 def test_quantization_types_ignore_case() -> None:
@@ -152,9 +173,10 @@ def test_quantization_types_ignore_case() -> None:
 
 
 def test_flags_are_on_only_when_exactly_one() -> None:
-    on = Attributes(2, 1, do_rotary=1, rotary_interleaved=1, smooth_softmax=1)
-    off = Attributes(2, 1, do_rotary=2, rotary_interleaved=-1, smooth_softmax=2)
+    on = Attributes(2, 1, do_rotary=1, rotary_interleaved=1, smooth_softmax=1, **WINDOW)
+    off = Attributes(2, 1, do_rotary=2, rotary_interleaved=-1, smooth_softmax=2, sliding_window_cache=2)
     assert on.use_rotary and on.is_rotary_interleaved and on.use_smooth_softmax
+    assert on.use_sliding_window and not off.use_sliding_window
     assert not (off.use_rotary or off.is_rotary_interleaved or off.use_smooth_softmax)
 
 

@@ -21,7 +21,7 @@ def test_build_load_and_refuse(tmp_path):
     wanted = GroupQueryAttention(**attributes)(**inputs)
     got = GroupQueryAttention(**attributes, library=str(path))(**inputs)
     np.testing.assert_array_equal(got.output, wanted.output)
-    assert load(path).kernel(KernelSpec("naive", "i4", 64))
+    assert load(path).kernel(KernelSpec("naive", "f32", "i4", 64))
 
     with pytest.raises(InvalidArgument, match="not both"):
         GroupQueryAttention(**attributes, library=str(path), target="generic")

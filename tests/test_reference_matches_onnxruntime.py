@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from oracle import INPUT_NAMES, OracleResult, comparable_rows, run_onnxruntime
 from random_configurations import PHASES, Configuration, random_configuration
+from random_steps import CACHES, random_step
 
 from gqa_tvm.reference import ReferenceResult, group_query_attention
 
 SEEDS_PER_TEST = 10
 TESTS = 16
+STEPS_PER_TEST = 24
+STEP_TESTS = 5
 QUANTIZED: dict[str, Any] = {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
 
 
@@ -149,3 +152,79 @@ def test_float16_query(rotary: bool) -> None:
     attributes = {"num_heads": 4, "kv_num_heads": 2, "do_rotary": int(rotary)}
     attributes |= QUANTIZED | {"kv_cache_bit_width": 8}
     compare(*run_both(attributes, inputs), np.ones((3, 1), bool), f"{rotary=}", tolerance=2e-3)
+
+
+@pytest.mark.parametrize("chunk", range(STEP_TESTS))
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float16, 2e-3)], ids=["f32", "f16"])
+def test_random_padded_chunks_and_sliding_windows(dtype: type[np.floating[Any]], tolerance: float, chunk: int) -> None:
+    for seed in range(chunk * STEPS_PER_TEST, (chunk + 1) * STEPS_PER_TEST):
+        step = random_step(seed, dtype)
+        reference, oracle = run_both(step.attributes, step.inputs, step.in_place)
+        if "sliding_window_cache" in step.attributes:
+            # Rows behind the retained ones are onnxruntime's own business.
+            reference, oracle = (_retained_rows(result, step.retained) for result in (reference, oracle))
+        # onnxruntime leaves the padding rows of the output as it finds them.
+        rows = np.arange(step.inputs["query"].shape[1]) < step.counts[:, None]
+        compare(reference, oracle, rows, f"seed {seed}: {step}", tolerance)
+        assert not reference.output[~rows].any()
+
+
+def _retained_rows(result: Any, retained: np.ndarray) -> Any:
+    row = np.arange(result.present_key.shape[2])
+    kept = (row < retained[:, None])[:, None, :, None]
+    zeros = {name: np.where(kept, getattr(result, name), 0) for name in ("present_key", "present_value")}
+    return result._replace(**zeros)
+
+
+def test_the_steps_cover_every_feature() -> None:
+    steps = [random_step(seed) for seed in range(STEP_TESTS * STEPS_PER_TEST)]
+    features = set().union(*(step.features for step in steps))
+    pairs = {f"sliding={a} padded={b}" for a, b in ((True, False), (True, True), (False, True))}
+    lengths = {"idle entry", "more tokens than capacity", "T below the totals", "packed"}
+    names = {"do_rotary", "position_ids", "attention_bias", "head_sink", "softcap", "smooth_softmax", "qk_output"}
+    assert pairs | lengths | names | set(CACHES) <= features
+    assert {step.in_place for step in steps} == {False, True}
+
+
+@pytest.mark.parametrize("bits", [0, 8, 4])
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("half", [8, 16, 24])
+def test_float16_rotation_is_rounded_before_the_cache(half: int, interleaved: int, bits: int) -> None:
+    """48 tokens of H48 over magnitudes from 3e-4 to 400, subnormal products included."""
+    rng = np.random.default_rng(half)
+    tokens = (rng.standard_normal((1, 48, 48)) * np.exp(rng.uniform(-8, 6, (1, 48, 1)))).astype(np.float16)
+    dtype, columns = {0: (np.float16, 48), 8: (np.int8, 48), 4: (np.uint8, 24)}[bits]
+    past = np.zeros((1, 1, 0, columns), dtype)
+    inputs: dict[str, Any] = dict.fromkeys(("query", "key", "value"), tokens) | {
+        "past_key": past,
+        "past_value": past,
+        "seqlens_k": np.array([47], np.int32),
+        "total_sequence_length": np.array([48], np.int32),
+    }
+    inputs["cos_cache"], inputs["sin_cache"] = rng.uniform(-1, 1, (2, 48, half)).astype(np.float16)
+    attributes: dict[str, Any] = {"num_heads": 1, "kv_num_heads": 1, "do_rotary": 1, "rotary_interleaved": interleaved}
+    if bits:
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": bits}
+        inputs["k_scale"], inputs["v_scale"] = rng.uniform(0.01, 0.1, (2, 48)).astype(np.float32)
+    reference, oracle = run_both(attributes, inputs)
+    assert reference.present_key.dtype == dtype
+    np.testing.assert_array_equal(reference.present_key, oracle.present_key)
+    np.testing.assert_array_equal(reference.present_value, oracle.present_value)
+
+
+@pytest.mark.parametrize("name", ["head_sink", "attention_bias"])
+@pytest.mark.parametrize("number", [np.inf, -np.inf, np.nan])
+def test_scores_that_are_not_finite(name: str, number: float) -> None:
+    rng = np.random.default_rng(0)
+    tokens = rng.standard_normal((3, 1, 3, 16)).astype(np.float32)
+    inputs: dict[str, Any] = dict(zip(("query", "key", "value"), tokens, strict=True)) | {
+        "seqlens_k": np.array([2], np.int32),
+        "total_sequence_length": np.array([3], np.int32),
+    }
+    inputs[name] = np.array([number], np.float32)
+    if name == "attention_bias":
+        inputs[name] = np.zeros((1, 1, 3, 3), np.float32)
+        inputs[name][0, 0, 1, 0] = number
+    reference, oracle = run_both({"num_heads": 1, "kv_num_heads": 1, "qk_output": 2}, inputs)
+    np.testing.assert_allclose(oracle.output, reference.output, atol=1e-6)
+    np.testing.assert_allclose(oracle.output_qk, reference.output_qk, atol=1e-6)

@@ -6,48 +6,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ort_errors import broken_call, ort_error
+from ort_errors import NO_PAST, WINDOW, broken_call, f32, i8, i32, ids, ort_error
 
 from gqa_tvm.attributes import Attributes
 from gqa_tvm.errors import InvalidArgument
 from gqa_tvm.validation import Inputs, validate
-
-
-def f32(*shape: int) -> np.ndarray:
-    """Float32 zeros."""
-    return np.zeros(shape, np.float32)
-
-
-def i8(*shape: int) -> np.ndarray:
-    """Int8 zeros."""
-    return np.zeros(shape, np.int8)
-
-
-def i32(*values: int) -> np.ndarray:
-    """An int32 vector."""
-    return np.array(values, np.int32)
-
-
-def ids(*values: int) -> np.ndarray:
-    """One batch entry's position_ids."""
-    return np.array([values], np.int64)
-
 
 INT8: dict[str, Any] = {"bits": 8}
 INT4: dict[str, Any] = {"bits": 4}
 ROTARY: dict[str, Any] = {"rotary": 1}
 CHUNK: dict[str, Any] = {"length": 3}
 PER_CHANNEL = {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL"}
-NO_PAST = {"past_key": None, "past_value": None}
+SHARED_KV = {"key": f32(1, 0, 16), "value": f32(1, 0, 16)}
+ONE = {"query_seqlens": i32(1)}
 PACKED = {"key": None, "value": None}
 Row = tuple[dict[str, Any], dict[str, Any], str]
 
-# valid call, what breaks it -> words in our error and in onnxruntime's
+# Valid call, what breaks it -> words in our error and in onnxruntime's.
+# Not here: rules about outputs that are not wired (present_key, present_value, output_qk), which always exist for us,
+# and two that onnxruntime shadows with its rule about total_sequence_length ("requires ... past KV rows" and
+# "exceeds past buffer size ... in shared KV mode").
 MESSAGES: list[Row] = [
     (INT8, {"k_scale": None}, "k_scale must be provided when k_quant_type is not NONE"),
     (INT8, {"v_scale": None}, "v_scale must be provided when v_quant_type is not NONE"),
-    ({}, {"q_norm_weight": f32(16)}, "q_norm_weight / k_norm_weight inputs are not supported."),
-    ({}, {"k_norm_weight": f32(16)}, "implemented only on the CUDA and WebGPU EPs."),
+    ({}, {**ONE, "causal": 0}, "GroupQueryAttention (CPU): query_seqlens requires causal=1."),
     ({}, {"query": f32(1, 32)}, "Input 'query' is expected to have 3 dimensions, got 2"),
     ({}, {"value": None}, "Input 'key' and 'value' shall be both present, or both absent in the "),
     ({}, {"key": None}, "case of packed qkv."),
@@ -145,6 +127,20 @@ MESSAGES: list[Row] = [
         {"key": f32(1, 0, 16), "value": f32(1, 0, 16)},
         "Got total_sequence_length=9, past_sequence_length=8, kv_sequence_length=0.",
     ),
+    ({}, {**WINDOW, **NO_PAST}, "sliding_window_cache=1 requires past_key and past_value to be present."),
+    (
+        {},
+        {**WINDOW, **SHARED_KV},
+        "sliding_window_cache=1 is not supported when kv_sequence_length == 0 (shared KV).",
+    ),
+    ({"length": 0}, WINDOW, "sliding_window_cache=1 is not supported when kv_sequence_length == 0 (shared KV)."),
+    (
+        {"capacity": 3},
+        WINDOW,
+        "sliding_window_cache: KV cache capacity (3) must be at least local_window_size (4).",
+    ),
+    ({"capacity": 0}, WINDOW, "KV cache capacity (0) must be at least local_window_size (4)."),
+    ({}, {**WINDOW, "total_sequence_length": i32(-1)}, "total_sequence_length must be positive, got -1."),
     (ROTARY, {"sin_cache": None}, "Input 'cos_cache' and 'sin_cache' shall be both present or bo"),
     (ROTARY, {"cos_cache": None}, "Input 'cos_cache' and 'sin_cache' shall be both present or bo"),
     (
@@ -173,8 +169,65 @@ MESSAGES: list[Row] = [
         "seqlens_k[1] = -3 is out of range for rotary cache dimension 0 (16)",
     ),
     (
+        {"rotary": 1, "total": 16},
+        {**WINDOW, "seqlens_k": i32(16)},
+        "seqlens_k[0] = 16 is out of range for rotary cache dimension 0 (16)",
+    ),
+    ({}, {"query_seqlens": i32(1)[None]}, "must be a 1D tensor of shape (batch_size=1), got {1,1}."),
+    ({}, {"query_seqlens": np.array(1, "i4")}, "query_seqlens must be a 1D tensor of shape (batch_size=1), got {}."),
+    ({"batch": 2}, ONE, "query_seqlens must be a 1D tensor of shape (batch_size=2), got {1}."),
+    ({"total": 1}, {**ONE, **NO_PAST}, "query_seqlens requires past_key and past_value to be present."),
+    (
+        {},
+        {**ONE, **SHARED_KV},
+        "query_seqlens requires new key/value with kv_sequence_length == sequence_length. "
+        "Got sequence_length=1, kv_sequence_length=0.",
+    ),
+    (
+        {"batch": 2},
+        {"query_seqlens": i32(1, 1), "seqlens_k": i32(4, -2)},
+        "seqlens_k[1] = -2 must not be negative when query_seqlens is given.",
+    ),
+    (
+        CHUNK,
+        {"query_seqlens": i32(4)},
+        "query_seqlens[0] = 4 must be in [0, min(sequence_length, seqlens_k[0] + 1)] = [0, 3].",
+    ),
+    (
+        CHUNK,
+        {"query_seqlens": i32(-1), "seqlens_k": i32(1)},
+        "query_seqlens[0] = -1 must be in [0, min(sequence_length, seqlens_k[0] + 1)] = [0, 2].",
+    ),
+    (
+        {},
+        {**ONE, "seqlens_k": i32(2**31 - 1)},
+        "seqlens_k[0] + 1 = 2147483648 exceeds total_sequence_length (5) when query_seqlens is given.",
+    ),
+    (
+        CHUNK,
+        {**WINDOW, **ONE, "seqlens_k": i32(5)},
+        "seqlens_k[0] + 1 = 6 exceeds total_sequence_length (5) when query_seqlens is given.",
+    ),
+    (
+        {"batch": 2, "total": 20},
+        {"query_seqlens": i32(1, 0), "seqlens_k": i32(7, 9)},
+        "query_seqlens[1] = 0 leaves 10 cached tokens, but past_key and past_value hold only 8 rows.",
+    ),
+    (
+        {"length": 3, "total": 8},
+        ONE,
+        "query_seqlens[0] = 1 leaves 7 cached tokens, and the padded chunk of 3 tokens does not fit "
+        "in the KV cache capacity (8).",
+    ),
+    ({"length": 3, "total": 2}, ONE, "total_sequence_length must be at least kv_sequence_length for a"),
+    (
         {"length": 3, "batch": 2},
         {},
+        "batch_size must be 1 when sequence_length > 1 and past context is given.",
+    ),
+    (
+        {"length": 3, "batch": 2},
+        WINDOW,
         "batch_size must be 1 when sequence_length > 1 and past context is given.",
     ),
     ({"length": 0}, {}, "sequence_length shall be 1 when it is not prompt."),
@@ -217,6 +270,18 @@ MESSAGES: list[Row] = [
     ({}, {"seqlens_k": i32(-(2**31))}, "seqlens_k[0] = -2147483648 is out of range [0, 8)"),
     ({"batch": 2}, {"seqlens_k": i32(4, 9)}, "seqlens_k[1] = 9 is out of range [0, 8)"),
     (CHUNK, {"seqlens_k": i32(1)}, "seqlens_k[0] = 1 is too small for sequence_length 3"),
+    ({}, {**WINDOW, "seqlens_k": i32(-1)}, "seqlens_k[0] = -1 is out of range [0, 8)"),
+    (CHUNK, {**WINDOW, "seqlens_k": i32(1)}, "seqlens_k[0] = 1 is too small for sequence_length 3"),
+    (
+        {"length": 5, "batch": 2},
+        {**WINDOW, "seqlens_k": i32(4, 1)},
+        "seqlens_k[1] = 1 is too small for sequence_length 5",
+    ),
+    (
+        {},
+        {**WINDOW, "seqlens_k": i32(20), "attention_bias": f32(1, 1, 1, 5)},
+        "seqlens_k[0] = 20 exceeds the attention_bias sequence dimension 5.",
+    ),
     ({}, {"do_rotary": 1}, "cos_cache and sin_cache must be provided when do_rotary is true"),
     (ROTARY, {"position_ids": ids(-1)}, "position_ids value -1 at index 0 is out of range [0, 16)"),
     (ROTARY, {"position_ids": ids(2**40)}, "position_ids value 1099511627776 at index 0 is out o"),
@@ -236,6 +301,16 @@ MESSAGES: list[Row] = [
         "position_ids base value -1 with sequence_length 5 exceeds cos/sin cache range [0, 16)",
     ),
     (
+        {"rotary": 1, "length": 5},
+        {**WINDOW, "position_ids": ids(12, 0, 0, 0, 0)},
+        "position_ids base value 12 with sequence_length 5 exceeds cos/sin cache range [0, 16)",
+    ),
+    (
+        {"rotary": 1, "length": 3, "batch": 2},
+        {"query_seqlens": i32(1, 2), "position_ids": np.array([[1, 99, 99], [1, 99, 2]])},
+        "position_ids value 99 at index 1 is out of range [0, 16)",
+    ),
+    (
         INT8,
         {"past_key": i8(1, 1, 8, 16).view("u1"), "past_value": i8(1, 1, 8, 16).view("u1")},
         "Tensor type mismatch. ",
@@ -252,6 +327,9 @@ MESSAGES: list[Row] = [
     ),
     (INT8, {"past_value": i8(1, 1, 8, 16).view("u1")}, "Type Error: "),
     ({}, {"query": np.zeros((1, 1, 32))}, "Type Error: "),
+    ({}, {"key": np.zeros((1, 1, 16), np.float16)}, "Type Error: "),
+    ({"dtype": np.float16}, {"head_sink": f32(2)}, "Type Error: "),
+    ({}, {"query_seqlens": np.array([1])}, "Type Error: "),
     ({}, {"seqlens_k": np.array([4])}, "Type Error: "),
     ({}, {"total_sequence_length": np.array([5])}, "Type Error: "),
     ({}, {"position_ids": np.zeros((1, 1), np.int32)}, "Type Error: "),
@@ -270,3 +348,26 @@ def test_a_broken_call_gives_the_words_of_onnxruntime(
         validate(Attributes(**attributes), Inputs(**inputs))
     assert words in str(caught.value)
     assert words in ort_error(attributes, inputs)
+
+
+# valid call, changes both accept
+ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {**ONE, "total_sequence_length": i32(1000)}),
+    (CHUNK, {"query_seqlens": i32(0)}),
+    ({"length": 3, "batch": 2}, {"query_seqlens": i32(3, 1), "seqlens_k": i32(4, 0)}),
+    ({}, {**WINDOW, "seqlens_k": i32(2**31 - 2)}),
+    ({"total": 2**31 - 1}, WINDOW),
+    ({"length": 3, "total": 2}, {**WINDOW, "seqlens_k": i32(4)}),
+    ({"length": 5, "batch": 2}, {**WINDOW, "seqlens_k": i32(9, 4)}),
+    ({"batch": 2}, {**WINDOW, "seqlens_k": i32(0, 9)}),
+    ({"length": 12, "total": 60}, {**WINDOW, **ONE, "seqlens_k": i32(50)}),
+    ({"dtype": np.float16, "bits": 4, "rotary": 1}, {}),
+    ({"dtype": np.float16}, {"past_key": f32(1, 1, 8, 16), "past_value": f32(1, 1, 8, 16)}),
+]
+
+
+@pytest.mark.parametrize("row", range(len(ACCEPTED)))
+def test_a_call_onnxruntime_accepts_is_accepted(row: int) -> None:
+    attributes, inputs = broken_call(*ACCEPTED[row])
+    validate(Attributes(**attributes), Inputs(**inputs))
+    assert ort_error(attributes, inputs) == ""

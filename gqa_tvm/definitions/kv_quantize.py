@@ -1,6 +1,6 @@
 """Encoding and decoding of cache elements.
 
-A cache row is stored as C elements of E planes each: float32 and int8 rows have one plane, an int4 row packs the even
+A cache row is stored as C elements of E planes each: float and int8 rows have one plane, an int4 row packs the even
 channels in the low nibbles (plane 0) and the odd ones in the high nibbles (plane 1) of its bytes. Kernels keep the two
 planes apart, [.., plane, column], so that a vector of bytes decodes into two vectors without a shuffle.
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 from tvm import te, tirx
 from tvm.tirx import op as tirx_op
 
-CACHE_DTYPES = {"f32": "float32", "i8": "int8", "i4": "uint8"}
-CACHE_PLANES = {"f32": 1, "i8": 1, "i4": 2}
+from .half import STORAGE_DTYPES, widen
+
+CACHE_DTYPES = {**STORAGE_DTYPES, "i8": "int8", "i4": "uint8"}
+CACHE_PLANES = {"f32": 1, "f16": 1, "bf16": 1, "i8": 1, "i4": 2}
 _CODE_RANGE = {"i8": (-128.0, 127.0), "i4": (-8.0, 7.0)}
 _NIBBLE_OFFSET = 8
 # 2^23 as float32 bits: an integer below 2^23 put into the mantissa reads as 2^23 + itself.
@@ -43,8 +45,8 @@ def pack_nibbles(even, odd):
 
 def decode(element, plane, cache: str):
     """A stored element's value in `plane`, without its scale, as float32."""
-    if cache == "f32":
-        return element
+    if cache in STORAGE_DTYPES:
+        return widen(element, cache)
     if cache == "i8":
         return tirx.Cast("float32", element)
     shift = tirx.Cast("int32", plane) * tirx.const(4, "int32")

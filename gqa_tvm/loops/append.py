@@ -1,21 +1,24 @@
-"""append: rotary on the new keys, quantisation, and the write into the cache, in one pass over the new tokens."""
+"""append: RMS norm and rotary on the new keys, quantisation, and the write into the cache, in one pass over the new tokens."""
 
 from __future__ import annotations
 
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ..definitions.half import narrow, widen
 from ..definitions.kv_quantize import encode, inverse_scale, pack_nibbles
+from ..kernel_arguments import ENTRY_NEW, ENTRY_PAST
 from ..kernels import KernelSpec
 from .arguments import (
-    buffer_parameter,
     declare_cache,
+    declare_entries,
+    declare_norm_weight,
     declare_rotary,
     declare_rows,
     declare_scale,
     dimension,
 )
-from .rows import load_rotated
+from .rows import RowTransform, load_row
 
 
 def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head) -> None:
@@ -24,9 +27,9 @@ def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head) -> None:
     def code(h):
         return encode(row[h], inverse_scale(scale[kv_head, h]), spec.cache)
 
-    if spec.cache == "f32":
+    if spec.is_float_cache:
         with T.serial(0, spec.head_size) as h:
-            T.buffer_store(cache, row[h], [*where, h])
+            T.buffer_store(cache, narrow(row[h], spec.cache), [*where, h])
     elif spec.cache == "i8":
         with T.serial(0, spec.head_size) as h:
             T.buffer_store(cache, tirx.Cast("int8", code(h)), [*where, h])
@@ -41,8 +44,8 @@ def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head) -> None:
 def append(spec: KernelSpec):
     """The append kernel's PrimFunc.
 
-    key, value: [B, S, N_kv, H] float32 new tokens; key_cache, value_cache: [B, N_kv, C, columns];
-    past_lengths: [B] int32, token s goes to cache row past_lengths[b] + s.
+    key, value: [B, S, N_kv, H] new tokens of the query dtype; key_cache, value_cache: [B, N_kv, C, columns]; entries:
+    [B, 4] int32, columns ENTRY_*: token s < new goes to cache row past + s, later tokens are padding.
     """
 
     @T.prim_func(s_tir=True)
@@ -51,60 +54,64 @@ def append(spec: KernelSpec):
         value_: T.handle,
         key_cache_: T.handle,
         value_cache_: T.handle,
-        past_lengths_: T.handle,
+        entries_: T.handle,
         positions_: T.handle,
         cos_: T.handle,
         sin_: T.handle,
+        norm_weight_: T.handle,
         k_scale_: T.handle,
         v_scale_: T.handle,
+        norm_epsilon: T.float32,
         rotary: T.int32,
     ):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         p = _declare(
             spec,
-            (key_, value_, key_cache_, value_cache_, past_lengths_),
-            (positions_, cos_, sin_),
+            (key_, value_, key_cache_, value_cache_, entries_),
+            (positions_, cos_, sin_, norm_weight_),
             (k_scale_, v_scale_),
         )
+        transform = T.meta_var(RowTransform(p["norm_weight"], norm_epsilon, p["cos"], p["sin"], rotary))
         for b, s in T.grid(p["key"].shape[0], p["key"].shape[1]):
             with T.sblock("task"):
                 vb, vs = T.axis.remap("SS", [b, s])
                 T.reads()
                 T.writes()
                 row = T.sblock_alloc_buffer((spec.head_size,))
-                cache_row: T.let = T.Cast("int64", p["past_lengths"][vb]) + vs
-                for n in T.serial(p["key"].shape[2]):
-                    load_rotated(
-                        lambda h: p["key"][vb, vs, n, h],
-                        row,
-                        spec.head_size,
-                        lambda: p["positions"][vb, vs],
-                        p["cos"],
-                        p["sin"],
-                        rotary,
-                    )
-                    _store_row(spec, p["key_cache"], (vb, n, cache_row), row, p["k_scale"], n)
-                    for h in T.serial(spec.head_size):
-                        row[h] = p["value"][vb, vs, n, h]
-                    _store_row(spec, p["value_cache"], (vb, n, cache_row), row, p["v_scale"], n)
+                cache_row: T.let = T.Cast("int64", p["entries"][vb, ENTRY_PAST]) + vs
+                if vs < T.Cast("int64", p["entries"][vb, ENTRY_NEW]):
+                    for n in T.serial(p["key"].shape[2]):
+                        load_row(
+                            spec,
+                            lambda h: p["key"][vb, vs, n, h],
+                            row,
+                            transform,
+                            lambda: p["positions"][vb, vs],
+                        )
+                        _store_row(spec, p["key_cache"], (vb, n, cache_row), row, p["k_scale"], n)
+                        for h in T.serial(spec.head_size):
+                            row[h] = widen(p["value"][vb, vs, n, h], spec.query)
+                        _store_row(spec, p["value_cache"], (vb, n, cache_row), row, p["v_scale"], n)
 
     return kernel
 
 
-def _declare(spec: KernelSpec, tensors, rotary, scales):
+def _declare(spec: KernelSpec, tensors, row_inputs, scales):
     batch, tokens, kv_heads, capacity = (dimension(n) for n in ("B", "S", "N_kv", "C"))
-    key, value, key_cache, value_cache, past_lengths = tensors
-    positions, cos, sin = declare_rotary(*rotary)
+    key, value, key_cache, value_cache, entries = tensors
+    *rotary, norm_weight = row_inputs
+    positions, cos, sin = declare_rotary(spec, *rotary)
     return T.meta_var(
         {
             "key": declare_rows(spec, "key", key, batch, tokens, kv_heads),
             "value": declare_rows(spec, "value", value, batch, tokens, kv_heads),
             "key_cache": declare_cache(spec, "key_cache", key_cache, batch, kv_heads, capacity),
             "value_cache": declare_cache(spec, "value_cache", value_cache, batch, kv_heads, capacity),
-            "past_lengths": buffer_parameter("past_lengths", past_lengths, (batch,), "int32"),
+            "entries": declare_entries(entries, batch),
             "positions": positions,
             "cos": cos,
             "sin": sin,
+            "norm_weight": declare_norm_weight(spec, norm_weight),
             "k_scale": declare_scale(spec, "k_scale", scales[0], kv_heads),
             "v_scale": declare_scale(spec, "v_scale", scales[1], kv_heads),
         }

@@ -7,26 +7,33 @@ from typing import Any, NamedTuple
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
+from ..definitions.half import STORAGE_DTYPES
 from ..definitions.kv_quantize import CACHE_DTYPES
 from ..kernels import KernelSpec
 
 
-class AttentionBuffers(NamedTuple):
-    """Tensor parameters of an attention kernel. Strides marked * are run-time numbers; the last axis is contiguous."""
+_ELEMENT_BYTES = {"int8": 1, "uint8": 1, "float16": 2, "uint16": 2, "float32": 4, "int32": 4, "int64": 8}
 
-    query: Any  # [B*, S*, N*, H] float32
+
+class AttentionBuffers(NamedTuple):
+    """Tensor parameters of an attention kernel. Strides marked * are run-time numbers; the last axis is contiguous.
+
+    "query dtype" is the storage dtype of the kernel's query format (bfloat16 is passed as uint16).
+    """
+
+    query: Any  # [B*, S*, N*, H] query dtype
     key_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
     value_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
-    past_lengths: Any  # [B] int32, absolute position of query row 0
-    total_lengths: Any  # [B] int32, keys an entry may see
+    entries: Any  # [B, 4] int32, columns ENTRY_*
     positions: Any  # [B, S] int64, rotary positions; [1, 1] when rotary is 0
-    cos: Any  # [max positions, rotary_dim / 2] float32
+    cos: Any  # [max positions, rotary_dim / 2] query dtype
     sin: Any
-    bias: Any  # [B*, N*, S*, T] float32, broadcast axes have stride 0; [1, 1, 1, 1] without bias
-    head_sink: Any  # [N] float32; [1] without sinks
+    bias: Any  # [B*, N*, S*, T] query dtype, broadcast axes have stride 0; [1, 1, 1, 1] without bias
+    head_sink: Any  # [N] query dtype; [1] without sinks
+    norm_weight: Any  # [H] query dtype, of the query's RMS norm
     k_scale: Any  # [N_kv*, H*] float32, stride 0 where one scale serves all
     v_scale: Any
-    output: Any  # [B, S, N, H] float32
+    output: Any  # [B, S, N, H] query dtype
 
 
 def dimension(name: str):
@@ -37,7 +44,7 @@ def dimension(name: str):
 
 def buffer_parameter(name: str, handle, shape, dtype="float32", strides=None):
     # Callers' arrays have no alignment beyond their element size; TVM would assume 64 bytes.
-    size = {"float32": 4, "int32": 4, "int64": 8}.get(dtype, 1)
+    size = _ELEMENT_BYTES[dtype]
     if strides is None:
         buffer = T.match_buffer(handle, shape, dtype, align=size)
     else:
@@ -56,17 +63,25 @@ def declare_cache(spec: KernelSpec, name: str, handle, batch, kv_heads, capacity
 def declare_rows(spec: KernelSpec, name: str, handle, batch, tokens, heads):
     """Query, key or value [B, S, heads, H] with free outer strides (a slice of packed QKV is one)."""
     shape = (batch, tokens, heads, spec.head_size)
-    return buffer_parameter(name, handle, shape, "float32", ("batch", "token", "head", 1))
+    return buffer_parameter(name, handle, shape, STORAGE_DTYPES[spec.query], ("batch", "token", "head", 1))
 
 
-def declare_rotary(positions, cos, sin):
+def declare_entries(handle, batch):
+    return buffer_parameter("entries", handle, (batch, 4), "int32")
+
+
+def declare_norm_weight(spec: KernelSpec, handle):
+    return buffer_parameter("norm_weight", handle, (spec.head_size,), STORAGE_DTYPES[spec.query])
+
+
+def declare_rotary(spec: KernelSpec, positions, cos, sin):
     """Positions [B, S] and the two rotary tables; their shapes are free so that 1 x 1 stand-ins pass."""
     batch, tokens = dimension("position_batch"), dimension("position_tokens")
     rows, columns = dimension("rotary_rows"), dimension("rotary_columns")
     return (
         buffer_parameter("positions", positions, (batch, tokens), "int64"),
-        buffer_parameter("cos", cos, (rows, columns)),
-        buffer_parameter("sin", sin, (rows, columns)),
+        buffer_parameter("cos", cos, (rows, columns), STORAGE_DTYPES[spec.query]),
+        buffer_parameter("sin", sin, (rows, columns), STORAGE_DTYPES[spec.query]),
     )
 
 
@@ -78,26 +93,27 @@ def declare_scale(spec: KernelSpec, name: str, handle, kv_heads):
 
 
 def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
-    """Match the thirteen tensor handles of an attention kernel, in the order of `AttentionBuffers`."""
+    """Match the tensor handles of an attention kernel, in the order of `AttentionBuffers`."""
     batch, tokens, heads = dimension("B"), dimension("S"), dimension("N")
     kv_heads, capacity = dimension("N_kv"), dimension("C")
+    dtype = STORAGE_DTYPES[spec.query]
     h = AttentionBuffers(*handles)
-    positions, cos, sin = declare_rotary(h.positions, h.cos, h.sin)
+    positions, cos, sin = declare_rotary(spec, h.positions, h.cos, h.sin)
     bias_shape = tuple(dimension(f"bias_{axis}") for axis in ("batch", "heads", "tokens", "keys"))
     buffers = AttentionBuffers(
         query=declare_rows(spec, "query", h.query, batch, tokens, heads),
         key_cache=declare_cache(spec, "key_cache", h.key_cache, batch, kv_heads, capacity),
         value_cache=declare_cache(spec, "value_cache", h.value_cache, batch, kv_heads, capacity),
-        past_lengths=buffer_parameter("past_lengths", h.past_lengths, (batch,), "int32"),
-        total_lengths=buffer_parameter("total_lengths", h.total_lengths, (batch,), "int32"),
+        entries=declare_entries(h.entries, batch),
         positions=positions,
         cos=cos,
         sin=sin,
-        bias=buffer_parameter("bias", h.bias, bias_shape, "float32", ("stride_b", "stride_n", "stride_s", T.int64(1))),
-        head_sink=buffer_parameter("head_sink", h.head_sink, (dimension("sinks"),)),
+        bias=buffer_parameter("bias", h.bias, bias_shape, dtype, ("stride_b", "stride_n", "stride_s", T.int64(1))),
+        head_sink=buffer_parameter("head_sink", h.head_sink, (dimension("sinks"),), dtype),
+        norm_weight=declare_norm_weight(spec, h.norm_weight),
         k_scale=declare_scale(spec, "k_scale", h.k_scale, kv_heads),
         v_scale=declare_scale(spec, "v_scale", h.v_scale, kv_heads),
-        output=buffer_parameter("output", h.output, (batch, tokens, heads, spec.head_size)),
+        output=buffer_parameter("output", h.output, (batch, tokens, heads, spec.head_size), dtype),
     )
     return T.meta_var(buffers)
 
@@ -109,6 +125,7 @@ class AttentionScalars(NamedTuple):
     softcap: Any  # float32, 0 = off
     window: Any  # int32, keys a row sees including itself, -1 = all
     causal: Any  # int32, 0 or 1
+    norm_epsilon: Any  # float32, of the query's RMS norm, 0 = off
     rotary: Any  # int32: ROTARY_OFF, ROTARY_HALF_SPLIT, ROTARY_INTERLEAVED
     has_bias: Any  # int32, 0 or 1
     sink: Any  # int32: SINK_NONE, SINK_SMOOTH, SINK_HEAD

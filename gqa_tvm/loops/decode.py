@@ -16,6 +16,7 @@ from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
+from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import cache_region, decoded_cache, match_cache
@@ -26,8 +27,9 @@ from .rows import (
     fold_scale,
     load_query_row,
 )
-from .score_steps import process_scores
+from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
+from .visible_values import ValueBlock, allocate_value_check, check_values, emit_values
 
 
 class DecodeShape(NamedTuple):
@@ -92,14 +94,18 @@ def _emit_softmax(shape, step, scores, m, l, alpha, tile):
         splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
 
 
-def _emit_sv(spec, shape, step, cache, b, n, begin, last, p, acc, alpha, tile):
-    region = cache_region(spec, cache, b, n, begin, shape.kv_block)
-    with T.sblock("sv_step"):
-        T.reads(region, whole(p), whole(acc), whole(alpha))
-        T.writes(whole(acc))
-        rows = match_cache(spec, region, cache.dtype, shape.kv_block)
-        R = shape.row_tile
-        splice(step, [rows, last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+def _emit_sv(spec, shape, step, block: ValueBlock, largest, rows, p, acc, alpha, tile):
+    R = shape.row_tile
+
+    def blocked() -> None:
+        region = cache_region(spec, block.cache, block.b, block.n, block.begin, shape.kv_block)
+        with T.sblock("sv_step"):
+            T.reads(region, whole(p), whole(acc), whole(alpha))
+            T.writes(whole(acc))
+            cache_rows = match_cache(spec, region, block.cache.dtype, shape.kv_block)
+            splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+
+    emit_values(spec, block, largest, rows, lambda r, t: p[r, t], acc, alpha, (tile * R, R), blocked)
 
 
 def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count, query):
@@ -167,13 +173,13 @@ def flash_decode(spec: KernelSpec, sizes):
         query_: T.handle,
         key_cache_: T.handle,
         value_cache_: T.handle,
-        past_lengths_: T.handle,
-        total_lengths_: T.handle,
+        entries_: T.handle,
         positions_: T.handle,
         cos_: T.handle,
         sin_: T.handle,
         bias_: T.handle,
         head_sink_: T.handle,
+        norm_weight_: T.handle,
         k_scale_: T.handle,
         v_scale_: T.handle,
         output_: T.handle,
@@ -182,6 +188,7 @@ def flash_decode(spec: KernelSpec, sizes):
         softcap: T.float32,
         window: T.int32,
         causal: T.int32,
+        norm_epsilon: T.float32,
         rotary: T.int32,
         has_bias: T.int32,
         sink: T.int32,
@@ -191,11 +198,11 @@ def flash_decode(spec: KernelSpec, sizes):
         x = declare_attention(
             spec,
             (
-                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
-                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+                *(query_, key_cache_, value_cache_, entries_, positions_, cos_, sin_),
+                *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
         partial = T.meta_var(_declare_partial(partial_, shape))
         chunks = T.meta_var(partial.shape[3])
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
@@ -218,21 +225,12 @@ def flash_decode(spec: KernelSpec, sizes):
                 l = T.sblock_alloc_buffer((rows_per_task,))
                 scores = T.sblock_alloc_buffer((R, BC))
                 alpha = T.sblock_alloc_buffer((R,))
+                largest = T.meta_var(allocate_value_check(spec))
                 first_row: T.let = vg * rows_per_task
                 valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
                 active: T.let = (valid + (R - 1)) // R
-                total: T.let = x.total_lengths[vb]
-                describe_rows(
-                    rows,
-                    active * R,
-                    first_row,
-                    total_rows,
-                    group,
-                    vn,
-                    x.past_lengths[vb],
-                    total,
-                    scalars,
-                )
+                total: T.let = x.entries[vb, ENTRY_TOTAL]
+                describe_rows(rows, active * R, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 clear_state(m, l, acc, active * R)
                 chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
                 chunk_end: T.let = T.Cast("int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3])))
@@ -243,25 +241,14 @@ def flash_decode(spec: KernelSpec, sizes):
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
+                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
+                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
                         _emit_qk(spec, shape, qk, x.key_cache, vb, vn, begin, last, query, tile, scores)
-                        process_scores(scores, x, scalars, rows, tile_row, vb, begin, False)
+                        process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
-                        _emit_sv(
-                            spec,
-                            shape,
-                            sv,
-                            x.value_cache,
-                            vb,
-                            vn,
-                            begin,
-                            last,
-                            scores,
-                            acc,
-                            alpha,
-                            tile,
-                        )
+                        _emit_sv(spec, shape, sv, block, largest, rows, scores, acc, alpha, tile)
                 if chunks == T.int64(1):
                     write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
                 else:
@@ -281,18 +268,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     l = T.sblock_alloc_buffer((rows_per_task,))
                     first_row: T.let = vg * rows_per_task
                     valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
-                    total: T.let = x.total_lengths[vb]
-                    describe_rows(
-                        rows,
-                        valid,
-                        first_row,
-                        total_rows,
-                        group,
-                        vn,
-                        x.past_lengths[vb],
-                        total,
-                        scalars,
-                    )
+                    describe_rows(rows, valid, first_row, total_rows, group, vn, x.entries, vb, scalars)
                     clear_state(m, l, acc, valid)
                     own_chunks: T.let = T.min(
                         (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm import te, tirx
 from tvm.script import tirx as T
 
-from ..kernel_arguments import QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
+from ..kernel_arguments import ENTRY_TOTAL, QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .row_state import clear_state, write_output
@@ -24,8 +24,9 @@ from .rows_last import (
     softmax_rows_last_step,
     sv_rows_last_step,
 )
-from .score_steps import process_scores
+from .score_steps import block_is_visible, process_scores
 from .splice import alias, emit_step, make_step, splice, whole
+from .visible_values import ValueBlock, allocate_value_check, check_values
 
 
 def row_maximum_step(kv_block: int, rows: int):
@@ -60,10 +61,10 @@ def _row_index(rows, r):
     return tirx.Cast("int64", rows.head[r]), tirx.Cast("int64", rows.token[r])
 
 
-def _normalise_qk(buffers, scalars, rows, count, b, m, l, output_qk):
+def _normalise_qk(spec, buffers, scalars, rows, count, b, m, l, output_qk):
     state = T.sblock_alloc_buffer((4,))
     with T.serial(0, count) as r:
-        row_factor(buffers, scalars, rows.head[r], m[r], l[r], state)
+        row_factor(spec, buffers, scalars, rows.head[r], m[r], l[r], state)
         first = T.bind(rows.first_key[r])
         with T.serial(0, tirx.max(rows.end_key[r] - first, T.int32(0))) as i:
             where = (b, *_row_index(rows, r), tirx.Cast("int64", first + i))
@@ -93,13 +94,13 @@ def naive(spec: KernelSpec, sizes):
         query_: T.handle,
         key_cache_: T.handle,
         value_cache_: T.handle,
-        past_lengths_: T.handle,
-        total_lengths_: T.handle,
+        entries_: T.handle,
         positions_: T.handle,
         cos_: T.handle,
         sin_: T.handle,
         bias_: T.handle,
         head_sink_: T.handle,
+        norm_weight_: T.handle,
         k_scale_: T.handle,
         v_scale_: T.handle,
         output_: T.handle,
@@ -108,6 +109,7 @@ def naive(spec: KernelSpec, sizes):
         softcap: T.float32,
         window: T.int32,
         causal: T.int32,
+        norm_epsilon: T.float32,
         rotary: T.int32,
         has_bias: T.int32,
         sink: T.int32,
@@ -117,12 +119,12 @@ def naive(spec: KernelSpec, sizes):
         x = declare_attention(
             spec,
             (
-                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
-                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+                *(query_, key_cache_, value_cache_, entries_, positions_, cos_, sin_),
+                *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
         output_qk = T.meta_var(_declare_output_qk(output_qk_))
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], (total_rows + (M - 1)) // M):
@@ -141,10 +143,11 @@ def naive(spec: KernelSpec, sizes):
                 acc = T.sblock_alloc_buffer((M, E, columns))
                 m = T.sblock_alloc_buffer((M,))
                 l = T.sblock_alloc_buffer((M,))
+                largest = T.meta_var(allocate_value_check(spec))
                 beta = T.sblock_alloc_buffer((M,))
-                total: T.let = x.total_lengths[vb]
+                total: T.let = x.entries[vb, ENTRY_TOTAL]
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
-                describe_rows(rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars)
+                describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
                 clear_state(m, l, acc, M)
                 first_block: T.let = rows.limits[0] // BC
@@ -171,7 +174,7 @@ def naive(spec: KernelSpec, sizes):
                         [whole(query_t), whole(keys)],
                         [whole(scores)],
                     )
-                    process_scores(scores, x, scalars, rows, 0, vb, begin, True, "_max")
+                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True, "_max")
                     _emit_maximum(maximum, scores, m)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
@@ -184,28 +187,18 @@ def naive(spec: KernelSpec, sizes):
                         [whole(query_t), whole(keys)],
                         [whole(scores)],
                     )
-                    process_scores(scores, x, scalars, rows, 0, vb, begin, True)
+                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True)
                     if qk_output == QK_BEFORE_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
                     # With the final maximum in m this step leaves m alone and its beta is 1.
                     emit_softmax(softmax, scores, m, l, beta)
                     if qk_output == QK_AFTER_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
-                    emit_dequantize(
-                        "dequantize_v",
-                        decode_v,
-                        spec,
-                        x.value_cache,
-                        vb,
-                        vn,
-                        begin,
-                        last,
-                        BC,
-                        values,
-                    )
-                    emit_sv(sv, scores, values, acc, beta)
+                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
+                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
+                    emit_sv(spec, decode_v, sv, block, largest, rows, scores, values, acc, beta)
                 if qk_output == QK_AFTER_SOFTMAX:
-                    _normalise_qk(x, scalars, rows, valid, vb, m, l, output_qk)
+                    _normalise_qk(spec, x, scalars, rows, valid, vb, m, l, output_qk)
                 write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
 
     return kernel

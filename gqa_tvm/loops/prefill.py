@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .row_state import clear_state, write_output
@@ -18,8 +19,9 @@ from .rows_last import (
     softmax_rows_last_step,
     sv_rows_last_step,
 )
-from .score_steps import process_scores
+from .score_steps import block_is_visible, process_scores
 from .splice import emit_step, whole
+from .visible_values import ValueBlock, allocate_value_check, check_values
 
 
 def flash_prefill(spec: KernelSpec, sizes):
@@ -37,13 +39,13 @@ def flash_prefill(spec: KernelSpec, sizes):
         query_: T.handle,
         key_cache_: T.handle,
         value_cache_: T.handle,
-        past_lengths_: T.handle,
-        total_lengths_: T.handle,
+        entries_: T.handle,
         positions_: T.handle,
         cos_: T.handle,
         sin_: T.handle,
         bias_: T.handle,
         head_sink_: T.handle,
+        norm_weight_: T.handle,
         k_scale_: T.handle,
         v_scale_: T.handle,
         output_: T.handle,
@@ -51,6 +53,7 @@ def flash_prefill(spec: KernelSpec, sizes):
         softcap: T.float32,
         window: T.int32,
         causal: T.int32,
+        norm_epsilon: T.float32,
         rotary: T.int32,
         has_bias: T.int32,
         sink: T.int32,
@@ -59,11 +62,11 @@ def flash_prefill(spec: KernelSpec, sizes):
         x = declare_attention(
             spec,
             (
-                *(query_, key_cache_, value_cache_, past_lengths_, total_lengths_, positions_, cos_, sin_),
-                *(bias_, head_sink_, k_scale_, v_scale_, output_),
+                *(query_, key_cache_, value_cache_, entries_, positions_, cos_, sin_),
+                *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, rotary, has_bias, sink))
+        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
         group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         row_blocks: T.let = (total_rows + (M - 1)) // M
@@ -84,11 +87,12 @@ def flash_prefill(spec: KernelSpec, sizes):
                 acc = T.sblock_alloc_buffer((M, E, columns))
                 m = T.sblock_alloc_buffer((M,))
                 l = T.sblock_alloc_buffer((M,))
+                largest = T.meta_var(allocate_value_check(spec))
                 alpha = T.sblock_alloc_buffer((M,))
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
-                total: T.let = x.total_lengths[vb]
-                describe_rows(rows, M, first_row, total_rows, group, vn, x.past_lengths[vb], total, scalars)
+                total: T.let = x.entries[vb, ENTRY_TOTAL]
+                describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
                 clear_state(m, l, acc, M)
                 first_block: T.let = rows.limits[0] // BC
@@ -103,21 +107,11 @@ def flash_prefill(spec: KernelSpec, sizes):
                         [whole(query_t), whole(keys)],
                         [whole(scores)],
                     )
-                    process_scores(scores, x, scalars, rows, 0, vb, begin, True)
+                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True)
                     emit_softmax(softmax, scores, m, l, alpha)
-                    emit_dequantize(
-                        "dequantize_v",
-                        decode_v,
-                        spec,
-                        x.value_cache,
-                        vb,
-                        vn,
-                        begin,
-                        last,
-                        BC,
-                        values,
-                    )
-                    emit_sv(sv, scores, values, acc, alpha)
+                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
+                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
+                    emit_sv(spec, decode_v, sv, block, largest, rows, scores, values, acc, alpha)
                 write_output(spec, x, scalars, rows, vb, vn, T.min(total_rows - first_row, T.int64(M)), m, l, acc)
 
     return kernel

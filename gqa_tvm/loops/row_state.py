@@ -24,5 +24,5 @@ def write_output(spec: KernelSpec, buffers, scalars, rows, b, n, count, m, l, ac
     state = T.sblock_alloc_buffer((4,))
     fold_scale(fold, buffers.v_scale, n, spec.head_size, T.float32(1))
     with T.serial(0, count) as r:
-        row_factor(buffers, scalars, rows.head[r], m[r], l[r], state)
+        row_factor(spec, buffers, scalars, rows.head[r], m[r], l[r], state)
         store_output_row(spec, buffers, rows, b, r, lambda e, c: acc[r, e, c], state[0], fold)

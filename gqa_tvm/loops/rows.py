@@ -12,9 +12,14 @@ from typing import Any, NamedTuple
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ..definitions import rms_norm
+from ..definitions.half import narrow, widen
 from ..definitions.merge import joint_maximum, normalise, weight
 from ..definitions.rotary import rotate_pair
 from ..kernel_arguments import (
+    ENTRY_NEW,
+    ENTRY_PAST,
+    ENTRY_TOTAL,
     ROTARY_HALF_SPLIT,
     ROTARY_INTERLEAVED,
     ROTARY_OFF,
@@ -43,12 +48,14 @@ def allocate_row_block(rows: int) -> RowBlock:
     return RowBlock(*(T.sblock_alloc_buffer((n,), "int32") for n in (rows, rows, rows, rows, 4)))
 
 
-def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_head, past, total, scalars):
-    """Fill `block` for the rows first_row .. first_row + count; keys seen are [first_key, end_key).
+def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_head, entries, b, scalars):
+    """Fill `block` for the rows first_row .. first_row + count; keys seen are the cache rows [first_key, end_key).
 
-    Row of token s at position p = past + s: causal rows end after p, others at `total`; a window of W starts at
-    p + 1 - W.
+    Row of token s in cache row p = past + s: causal rows end after p, others at `total`; a window of W starts at
+    p + 1 - W. Tokens of query padding see nothing.
     """
+    past, total = T.bind(entries[b, ENTRY_PAST]), T.bind(entries[b, ENTRY_TOTAL])
+    new_tokens = T.bind(entries[b, ENTRY_NEW])
     T.buffer_store(block.limits, T.int32(2**31 - 1), [0])
     T.buffer_store(block.limits, T.int32(0), [1])
     T.buffer_store(block.limits, T.int32(2**31 - 1), [2])
@@ -57,7 +64,8 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         row = T.bind(tirx.min(first_row + tirx.Cast("int64", r), total_rows - T.int64(1)))
         token = T.bind(i32(T.truncdiv(row, group)))
         position = T.bind(past + token)
-        end = T.bind(tirx.Select(scalars.causal != 0, tirx.min(position + 1, total), total))
+        last = T.bind(tirx.Select(scalars.causal != 0, tirx.min(position + 1, total), total))
+        end = T.bind(tirx.Select(token < new_tokens, last, T.int32(0)))
         begin = T.bind(
             tirx.Select(scalars.window >= 0, tirx.max(position + 1 - scalars.window, T.int32(0)), T.int32(0))
         )
@@ -71,28 +79,70 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         T.buffer_store(block.limits, tirx.max(block.limits[3], end), [3])
 
 
-def load_rotated(source, target, head_size: int, position, cos, sin, rotary):
-    """target[h] = source(h) after rotary; `position` is only evaluated when rotary is on."""
-    with T.If(rotary == ROTARY_OFF):
+class RowTransform(NamedTuple):
+    """What happens to a query or key row between input and use: RMS norm, then rotary."""
+
+    norm_weight: Any  # [H] query dtype
+    norm_epsilon: Any  # float32, 0 = no norm
+    cos: Any  # [max positions, R / 2] query dtype
+    sin: Any
+    rotary: Any  # int32 ROTARY_*
+
+
+def load_row(spec: KernelSpec, source, row, transform: RowTransform, position):
+    """row[h] = source(h), widened, normed and rotated, rounded to the query format; row: [H] float32.
+
+    `position` is only evaluated when rotary is on.
+    """
+    with T.serial(0, spec.head_size) as h:
+        T.buffer_store(row, widen(source(h), spec.query), [h])
+    _norm_row(spec, row, transform)
+    _rotate_row(spec, row, transform, position)
+    if spec.query != "f32":
+        with T.serial(0, spec.head_size) as h:
+            T.buffer_store(row, widen(narrow(row[h], spec.query), spec.query), [h])
+
+
+def _norm_row(spec: KernelSpec, row, transform: RowTransform):
+    with T.If(transform.norm_epsilon > T.float32(0)):
         with T.Then():
-            with T.serial(0, head_size) as h:
-                T.buffer_store(target, source(h), [h])
-        with T.Else():
-            half = cos.shape[1]
+            # Independent partial sums: one chain of additions would take longer than the rest of the row.
+            lanes = min(_NORM_LANES, spec.head_size)
+            sums = T.sblock_alloc_buffer((lanes,), "float64")
+            with T.serial(0, lanes) as lane:
+                T.buffer_store(sums, rms_norm.square(row[lane]), [lane])
+            with T.serial(0, spec.head_size - lanes) as i:
+                lane = T.truncmod(i, lanes)
+                T.buffer_store(sums, sums[lane] + rms_norm.square(row[i + lanes]), [lane])
+            with T.serial(0, lanes - 1) as lane:
+                T.buffer_store(sums, sums[0] + sums[lane + 1], [0])
+            inverse = T.bind(rms_norm.inverse_rms(sums[0], spec.head_size, transform.norm_epsilon))
+            with T.serial(0, spec.head_size) as h:
+                weight = widen(transform.norm_weight[h], spec.query)
+                T.buffer_store(row, rms_norm.normalise(row[h], inverse, weight), [h])
+
+
+_NORM_LANES = 8
+
+
+def _rotate_row(spec: KernelSpec, row, transform: RowTransform, position):
+    half = transform.cos.shape[1]
+    with T.If(transform.rotary != ROTARY_OFF):
+        with T.Then():
             at = T.bind(position())
             for mode, first, second in (
                 (ROTARY_HALF_SPLIT, lambda i: i, lambda i: i + half),
                 (ROTARY_INTERLEAVED, lambda i: i * 2, lambda i: i * 2 + 1),
             ):
-                with T.If(rotary == mode):
+                with T.If(transform.rotary == mode):
                     with T.Then():
                         with T.serial(0, half) as i:
-                            a, b = source(first(i)), source(second(i))
-                            re, im = rotate_pair(a, b, cos[at, i], sin[at, i])
-                            T.buffer_store(target, re, [first(i)])
-                            T.buffer_store(target, im, [second(i)])
-            with T.serial(0, T.int64(head_size) - half * 2) as rest:
-                T.buffer_store(target, source(half * 2 + rest), [half * 2 + rest])
+                            cos, sin = (widen(t[at, i], spec.query) for t in (transform.cos, transform.sin))
+                            re, im = rotate_pair(row[first(i)], row[second(i)], cos, sin)
+                            # Both are computed before the first overwrites its input.
+                            re, im = T.bind(re), T.bind(im)
+                            T.buffer_store(row, re, [first(i)])
+                            T.buffer_store(row, im, [second(i)])
 
 
 def fold_scale(target, scale, kv_head, head_size: int, factor):
@@ -102,16 +152,14 @@ def fold_scale(target, scale, kv_head, head_size: int, factor):
 
 
 def load_query_row(spec: KernelSpec, buffers, scalars, block: RowBlock, b, r, fold, row, store):
-    """store(plane, column, value) for row r of the query: rotated, then times fold[h]; odd INT4 heads end in a 0."""
+    """store(plane, column, value) for row r of the query: normed, rotated, then times fold[h]; odd INT4 heads end in a 0."""
     token, head = block.token[r], block.head[r]
-    load_rotated(
+    load_row(
+        spec,
         lambda h: buffers.query[b, token, head, h],
         row,
-        spec.head_size,
+        RowTransform(buffers.norm_weight, scalars.norm_epsilon, buffers.cos, buffers.sin, scalars.rotary),
         lambda: buffers.positions[b, token],
-        buffers.cos,
-        buffers.sin,
-        scalars.rotary,
     )
     planes = spec.cache_planes
     for plane in range(planes):
@@ -123,7 +171,7 @@ def load_query_row(spec: KernelSpec, buffers, scalars, block: RowBlock, b, r, fo
             store(plane, column, T.float32(0))
 
 
-def row_factor(buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l, state):
+def row_factor(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l, state):
     """state[0] = factor that turns acc of a row with state (m, l) into probabilities times values; state: [4] scratch.
 
     A sink joins the denominator here, once: l' = l exp(m - m') + exp(sink - m') with m' = max(m, sink).
@@ -135,7 +183,7 @@ def row_factor(buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l,
             T.buffer_store(state, T.float32(0), [1])
             with T.If(scalars.sink == SINK_HEAD):
                 with T.Then():
-                    T.buffer_store(state, buffers.head_sink[tirx.Cast("int64", head)], [1])
+                    T.buffer_store(state, widen(buffers.head_sink[tirx.Cast("int64", head)], spec.query), [1])
             T.buffer_store(state, joint_maximum(m, state[1]), [2])
             T.buffer_store(state, weight(m, state[2]), [0])
             T.buffer_store(state, l * state[0] + weight(state[1], state[2]), [3])
@@ -151,6 +199,6 @@ def store_output_row(spec: KernelSpec, buffers, block: RowBlock, b, r, accumulat
             h = c * planes + plane
             T.buffer_store(
                 buffers.output,
-                accumulator(plane, c) * factor * fold[h],
+                narrow(accumulator(plane, c) * factor * fold[h], spec.query),
                 [b, tirx.Cast("int64", block.token[r]), tirx.Cast("int64", block.head[r]), h],
             )

@@ -12,6 +12,7 @@ from ..kernels import KernelSpec
 from .cache_block import cache_region, decoded_cache, match_cache
 from .rows import fold_scale, load_query_row
 from .splice import alias, make_step, splice, whole
+from .visible_values import ValueBlock, emit_values
 
 
 def dequantize_step(spec: KernelSpec, rows: int, columns: int, name: str):
@@ -57,12 +58,19 @@ def emit_softmax(step, scores, m, l, alpha):
         splice(step, [scores, m, l, alpha, alias(scores), alias(l), alias(m)])
 
 
-def emit_sv(step, p, values, acc, beta):
-    """acc = beta acc + p V in place."""
-    with T.sblock("sv_step"):
-        T.reads(whole(p), whole(values), whole(acc), whole(beta))
-        T.writes(whole(acc))
-        splice(step, [p, values, acc, beta, alias(acc)])
+def emit_sv(spec: KernelSpec, decode_v, sv, block: ValueBlock, largest, rows, p, values, acc, beta):
+    """acc = beta acc + p V in place; `values` is scratch for the decoded block."""
+
+    def blocked() -> None:
+        where = (block.cache, block.b, block.n, block.begin, block.last, block.kv_block)
+        emit_dequantize("dequantize_v", decode_v, spec, *where, values)
+        with T.sblock("sv_step"):
+            T.reads(whole(p), whole(values), whole(acc), whole(beta))
+            T.writes(whole(acc))
+            splice(sv, [p, values, acc, beta, alias(acc)])
+
+    tile = (0, int(acc.shape[0]))
+    emit_values(spec, block, largest, rows, lambda r, t: p[t, r], acc, beta, tile, blocked)
 
 
 def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):

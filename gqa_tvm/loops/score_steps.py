@@ -6,6 +6,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ..definitions import scores
+from ..definitions.half import widen
+from ..kernel_arguments import ENTRY_ORIGIN
+from ..kernels import KernelSpec
 from .arguments import AttentionBuffers, AttentionScalars
 from .rows import RowBlock
 from .splice import alias, whole
@@ -24,7 +27,13 @@ def _elementwise(name: str, block_scores, reads, value) -> None:
                 T.buffer_store(target, value(vi, vj, block_scores[vi, vj]), [vi, vj])
 
 
+def block_is_visible(rows: RowBlock, key_begin, extent: int):
+    """Whether every row of the task sees every key of a block."""
+    return tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
+
+
 def process_scores(
+    spec: KernelSpec,
     block_scores,
     buffers: AttentionBuffers,
     scalars: AttentionScalars,
@@ -53,29 +62,30 @@ def process_scores(
             )
 
     bias_keys = buffers.bias.shape[3]
+    # Bias columns are positions in the sequence, whatever row of the cache holds the key.
+    first_column = tirx.Cast("int64", key_begin + buffers.entries[b, ENTRY_ORIGIN])
 
     def biased(clamp: bool):
         def value(i, j, score):
             r, t = row_and_key(i, j)
-            key = tirx.Cast("int64", key_begin) + tirx.Cast("int64", t)
+            key = first_column + tirx.Cast("int64", t)
             # Keys at or past T are masked below; their bias does not exist.
             key = tirx.min(key, bias_keys - T.int64(1)) if clamp else key
             where = [tirx.Cast("int64", rows.head[r]), tirx.Cast("int64", rows.token[r]), key]
-            return scores.add_bias(score, buffers.bias[b, where[0], where[1], where[2]])
+            return scores.add_bias(score, widen(buffers.bias[b, where[0], where[1], where[2]], spec.query))
 
         return value
 
-    row_facts = (rows.head, rows.token)
+    row_facts = (rows.head, rows.token, buffers.entries)
     with T.If(scalars.has_bias != 0):
         with T.Then():
-            with T.If(tirx.Cast("int64", key_begin) + T.int64(extent) <= bias_keys):
+            with T.If(first_column + T.int64(extent) <= bias_keys):
                 with T.Then():
                     _elementwise(f"bias{suffix}", block_scores, row_facts, biased(clamp=False))
                 with T.Else():
                     _elementwise(f"bias_tail{suffix}", block_scores, row_facts, biased(clamp=True))
 
-    all_visible = tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
-    with T.If(tirx.Not(all_visible)):
+    with T.If(tirx.Not(block_is_visible(rows, key_begin, extent))):
         with T.Then():
 
             def masked(i, j, score):

@@ -1,0 +1,83 @@
+"""Values that are not finite must not reach a row that does not see them: 0 * NaN is NaN.
+
+SVGemm multiplies whole blocks and relies on the probability 0 of masked keys. In a block that some row does not see
+entirely, and that holds NaN or infinity, the sum goes over the visible keys of each row instead. Quantised caches hold
+finite values only: their kernels have neither the check nor the second form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ..definitions.half import magnitude_bits, widen
+from ..kernels import KernelSpec
+from .rows import RowBlock
+
+_INFINITY_BITS = 0x7F800000
+
+
+class ValueBlock(NamedTuple):
+    """The keys begin .. begin + kv_block of one entry and KV head in the value cache; valid up to `last`."""
+
+    cache: Any
+    b: Any
+    n: Any
+    begin: Any
+    last: Any  # relative to begin
+    kv_block: int
+
+
+def allocate_value_check(spec: KernelSpec):
+    """Holds the largest magnitude of a block's values as int32 bits; None where values are always finite."""
+    return T.sblock_alloc_buffer((1,), "int32") if spec.is_float_cache else None
+
+
+def check_values(spec: KernelSpec, block: ValueBlock, all_visible, largest) -> None:
+    """Look for NaN and infinity in a block that some row does not see entirely."""
+    if largest is None:
+        return
+    T.buffer_store(largest, T.int32(0), [0])
+    with T.If(tirx.Not(all_visible)):
+        with T.Then():
+            with T.serial(0, tirx.min(block.last + 1, T.int32(block.kv_block))) as t:
+                row = T.bind(tirx.Cast("int64", block.begin + t))
+                with T.serial(0, spec.head_size) as h:
+                    bits = magnitude_bits(widen(block.cache[block.b, block.n, row, h], spec.cache))
+                    T.buffer_store(largest, tirx.max(largest[0], bits), [0])
+
+
+def emit_values(
+    spec: KernelSpec, block: ValueBlock, largest, rows: RowBlock, p_at, acc, beta, tile, blocked: Callable[[], None]
+) -> None:
+    """acc = beta acc + p V: by `blocked` over the whole block, or key by key where `check_values` found cause.
+
+    tile: (first row, rows) of acc; p_at: function (row of the tile, key of the block) -> probability; beta: [rows].
+    """
+    if largest is None:
+        blocked()
+        return
+    with T.If(largest[0] >= _INFINITY_BITS):
+        with T.Then():
+            _sum_visible(spec, block, rows, p_at, acc, beta, tile)
+        with T.Else():
+            blocked()
+
+
+def _sum_visible(spec: KernelSpec, block: ValueBlock, rows: RowBlock, p_at, acc, beta, tile) -> None:
+    first_row, count = tile
+    with T.serial(0, count) as i:
+        r = T.bind(first_row + i)
+        first = T.bind(tirx.max(rows.first_key[r], block.begin))
+        end = T.bind(tirx.min(rows.end_key[r], block.begin + block.kv_block))
+        with T.serial(0, spec.head_size) as h:
+            T.buffer_store(acc, acc[r, 0, h] * beta[i], [r, 0, h])
+        with T.serial(0, tirx.max(end - first, T.int32(0))) as t:
+            probability = T.bind(p_at(i, first + t - block.begin))
+            row = T.bind(tirx.Cast("int64", first + t))
+            with T.serial(0, spec.head_size) as h:
+                value = widen(block.cache[block.b, block.n, row, h], spec.cache)
+                T.buffer_store(acc, acc[r, 0, h] + probability * value, [r, 0, h])
