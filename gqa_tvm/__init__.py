@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from . import primitives
 from .build import build
 from .errors import BuildError, InvalidArgument
 from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
@@ -16,4 +17,5 @@ __all__ = [
     "Plan",
     "build",
     "load",
+    "primitives",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-Operation = Literal["append", "flash_prefill", "flash_decode", "naive"]
+Operation = Literal[
+    "append", "flash_prefill", "flash_decode", "naive", "kv_quantize", "kv_dequantize", "qk_gemm", "sv_gemm"
+]
 FloatFormat = Literal["f32", "f16", "bf16"]
 CacheFormat = Literal["f32", "f16", "bf16", "i8", "i4"]
 
@@ -20,11 +22,12 @@ FORMATS: dict[str, CacheFormat] = {
     "int8": "i8",
     "uint8": "i4",
 }
-# flash_decode keeps this many query rows in registers at once; a group that fits no tile exactly takes several.
+# flash_decode and the GEMMs keep this many rows in registers at once; what fits no tile exactly takes several.
 ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 
 _NAME = re.compile(
-    r"(?P<operation>append|flash_prefill|flash_decode|naive)_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
+    r"(?P<operation>append|flash_prefill|flash_decode|naive|kv_quantize|kv_dequantize|qk_gemm|sv_gemm)"
+    r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
     r"_h(?P<head>\d+)(_r(?P<rows>\d+))?"
 )
 
@@ -34,7 +37,7 @@ class KernelSpec:
     """What is fixed when a kernel is compiled; every other size is a run-time number.
 
     query: format of query, key, value, output and what comes with them; cache: format of the stored rows.
-    head_size: H. row_tile: query rows that share a register tile, flash_decode only (0 elsewhere).
+    head_size: H. row_tile: rows that share a register tile, flash_decode and the GEMMs only (0 elsewhere).
     """
 
     operation: Operation
@@ -68,12 +71,13 @@ class KernelSpec:
         match = _NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{name!r} is not a kernel name such as flash_decode_f32_i8_h128_r2")
-        rows = int(match["rows"] or 0)
-        return KernelSpec(*match.group("operation", "query", "cache"), int(match["head"]), rows)  # type: ignore[arg-type]
+        fields: dict[str, Any] = match.groupdict()
+        formats = fields["query"], fields["cache"]
+        return KernelSpec(fields["operation"], *formats, int(fields["head"]), int(fields["rows"] or 0))
 
 
 def row_tile_for(group_size: int) -> int:
-    """Row tile of flash_decode: the rows of one token and KV head, or an even share of a large group."""
+    """Row tile for that many rows (of one token and KV head in flash_decode): all of them, or an even share."""
     largest = max(ROW_TILES)
     if group_size <= largest:
         return group_size

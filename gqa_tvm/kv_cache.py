@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from typing import NamedTuple
 
 import numpy as np
 
 from .arrays import aligned_zeros, kernels_can_write
 from .attributes import Attributes
 from .errors import InvalidArgument
-from .kernel_arguments import ENTRY_NEW, ENTRY_ORIGIN, ENTRY_PAST, ENTRY_TOTAL
+from .kernel_arguments import ENTRY_TOTAL
 from .sliding_window import retained_length
-from .validation import Phase, Problem
+from .validation import Inputs, Phase, Problem
 
 
-@dataclass(frozen=True, eq=False)
-class CacheLayout:
+class CacheLayout(NamedTuple):
     """Where each entry's keys lie in the cache the kernels work on.
 
     entries: [B, 4] int32, columns ENTRY_*. kept_from, kept_rows: the past rows [kept_from, kept_from + kept_rows) of an
@@ -41,16 +41,15 @@ def plan_layout(attributes: Attributes, problem: Problem) -> CacheLayout:
         kept = np.zeros_like(problem.past_lengths)
     else:
         kept = problem.past_lengths
-    return CacheLayout(_entries(problem, problem.past_lengths, problem.total_lengths, 0), kept)
+    return CacheLayout(_entries(problem, problem.past_lengths, problem.total_lengths), kept)
 
 
-def _entries(problem: Problem, past: np.ndarray, total: np.ndarray, origin: np.ndarray | int) -> np.ndarray:
-    entries = np.empty((problem.batch_size, 4), np.int32)
-    entries[:, ENTRY_PAST] = past
-    entries[:, ENTRY_TOTAL] = total
-    entries[:, ENTRY_NEW] = problem.query_lengths
-    entries[:, ENTRY_ORIGIN] = origin
-    return entries
+def _entries(problem: Problem, past: np.ndarray, total: np.ndarray, origin: np.ndarray | None = None) -> np.ndarray:
+    """Columns in the order of ENTRY_PAST, ENTRY_TOTAL, ENTRY_NEW, ENTRY_ORIGIN."""
+    origins = [0] * problem.batch_size if origin is None else origin.tolist()
+    # Small batches are the common case: lists are faster than four strided assignments.
+    columns = (past.tolist(), total.tolist(), problem.query_lengths.tolist(), origins)
+    return np.array(list(zip(*columns, strict=True)), np.int32)
 
 
 def _plan_sliding_window(window: int, problem: Problem) -> CacheLayout:
@@ -66,8 +65,7 @@ def _plan_sliding_window(window: int, problem: Problem) -> CacheLayout:
     return CacheLayout(_entries(problem, kept, final, total - final), kept, held - kept, 0, final)
 
 
-@dataclass(frozen=True, eq=False)
-class Present:
+class Present(NamedTuple):
     """A present cache: `array` for the caller, `storage` for the kernels (the same unless they cannot use it)."""
 
     array: np.ndarray
@@ -115,34 +113,56 @@ def _shares_start(a: np.ndarray, b: np.ndarray) -> bool:
     return a.__array_interface__["data"][0] == b.__array_interface__["data"][0] and a.strides == b.strides
 
 
-def prepare_present(
+def prepare_presents(
+    inputs: Inputs, given: tuple[np.ndarray | None, ...], problem: Problem, layout: CacheLayout
+) -> tuple[Present, Present]:
+    """The present key and value caches; nothing of the caller's is written before `Present.start`.
+
+    given: the caller's arrays, None = make one. The memory of a past array is used in place: only new rows change, and
+    a sliding window cache that is full moves up. Raises InvalidArgument for a wrong shape or dtype, for memory that
+    overlaps the past otherwise or is both key and value, and for a cache that does not fit in memory.
+    """
+    keys = _prepare("key", inputs.past_key, given[0], problem, layout)
+    values = _prepare("value", inputs.past_value, given[1], problem, layout)
+    # Bounds alone would refuse keys and values interleaved in one buffer.
+    if np.may_share_memory(keys.array, values.array) and np.shares_memory(keys.array, values.array):
+        raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")
+    return keys, values
+
+
+def _prepare(
     name: str, past: np.ndarray | None, given: np.ndarray | None, problem: Problem, layout: CacheLayout
 ) -> Present:
-    """The present array of one of key and value; nothing of the caller's is written before `Present.start`.
-
-    given: the caller's array, None = make one. The same memory as `past` is used in place: only new rows change, and a
-    sliding window cache that is full moves up. Raises InvalidArgument for a wrong shape or dtype, and for memory that
-    overlaps `past` otherwise.
-    """
-    dtype = problem.cache_dtype
     shape = (problem.batch_size, problem.kv_num_heads, problem.present_length, problem.packed_head_size)
-    in_place = False
-    if given is None:
-        array = aligned_zeros(shape, dtype)
-        storage = array
-    else:
-        array = given
-        _check(f"present_{name}", given, shape, dtype)
-        in_place = past is not None and past.size > 0 and np.may_share_memory(past, given)
-        if in_place and past is not None and (past.shape != shape or not _shares_start(past, given)):
-            raise InvalidArgument(
-                f"Output 'present_{name}' overlaps past_{name} without being the same array of shape {shape}"
-            )
-        if in_place:
-            storage = given if kernels_can_write(given) else given.copy()
-        else:
-            # Rows without keys are zeros in the end, whatever the caller's array holds.
-            storage = aligned_zeros(shape, dtype)
+    in_place = given is not None and given is past
+    if given is not None and not (in_place and given.shape == shape and given.flags.writeable):
+        _check(f"present_{name}", given, shape, problem.cache_dtype)
+        in_place = _is_same_memory(name, past, given, shape)
+    array = _zeros(shape, problem.cache_dtype) if given is None else given
     if layout.staged_rows:
-        storage = aligned_zeros((*shape[:2], layout.staged_rows, shape[3]), dtype)
+        storage = _zeros((*shape[:2], layout.staged_rows, shape[3]), problem.cache_dtype)
+    elif in_place:
+        storage = array if kernels_can_write(array) else array.copy()
+    else:
+        # Rows without keys are zeros in the end, whatever the caller's array holds.
+        storage = array if given is None else _zeros(shape, problem.cache_dtype)
     return Present(array, storage, past, layout, in_place)
+
+
+def _is_same_memory(name: str, past: np.ndarray | None, given: np.ndarray, shape: tuple[int, ...]) -> bool:
+    """Whether `given` is the array of the past; InvalidArgument when it overlaps it in any other way."""
+    if past is None or not past.size or not np.may_share_memory(past, given):
+        return False
+    if past.shape != shape or not _shares_start(past, given):
+        raise InvalidArgument(
+            f"Output 'present_{name}' overlaps past_{name} without being the same array of shape {shape}"
+        )
+    return True
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    try:
+        return aligned_zeros(shape, dtype)
+    except MemoryError:
+        wanted = math.prod(shape) * dtype.itemsize
+        raise InvalidArgument(f"a cache of shape {shape} ({dtype}) needs {wanted} bytes, more than there is") from None

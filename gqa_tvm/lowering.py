@@ -16,6 +16,8 @@ from .loops.append import append
 from .loops.decode import flash_decode
 from .loops.naive import naive
 from .loops.prefill import flash_prefill
+from .loops.primitives_cache import kv_dequantize, kv_quantize
+from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .schedules.block_sizes import BlockSizes
 from .targets import converts_float16, llvm_target
 
@@ -36,11 +38,15 @@ def scheduled_module(spec: KernelSpec, target: str, sizes: BlockSizes) -> tvm.IR
         "flash_prefill": flash_prefill,
         "flash_decode": flash_decode,
         "naive": naive,
+        "kv_quantize": kv_quantize,
+        "kv_dequantize": kv_dequantize,
+        "qk_gemm": qk_gemm,
+        "sv_gemm": sv_gemm,
     }
     function = append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
     schedule = s_tir.Schedule(tvm.IRModule({spec.name: function}))
     schedule.work_on(spec.name)
-    arguments = (spec.row_tile, spec.cache_columns) if spec.operation == "flash_decode" else ()
+    arguments = (spec.row_tile, spec.cache_columns) if spec.row_tile else ()
     getattr(schedules, f"schedule_{spec.operation}")(schedule, sizes, *arguments)
     return schedule.mod
 

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import aligned_empty, aligned_zeros, as_array, as_bits
+from .arrays import aligned_empty, aligned_zeros, as_array
 from .attributes import Attributes
 from .errors import InvalidArgument
-from .kernel_calls import (
-    AttentionCall,
-    run_append,
-    run_flash,
-    run_flash_decode,
-    run_naive,
-)
-from .kernels import FORMATS, KernelSpec, row_tile_for
-from .kv_cache import Present, plan_layout, prepare_present
+from .kernel_calls import AttentionCall
+from .kv_cache import plan_layout, prepare_presents
+from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
 from .runtime import KernelLibrary, launcher, library_for
 from .schedules.block_sizes import DEFAULT_BLOCK_SIZES, BlockSizes
-from .strategy import Choice, Strategy, choose_strategy, flash_disabled, strategy_from
+from .strategy import Strategy, StrategyRules, flash_disabled, strategy_from
 from .targets import require_runnable, usable_cores
 from .validation import Inputs, Problem, validate
+from .validation_next_token import next_token
+
+# Signatures an operator remembers; a growing cache makes a new one with every step.
+_REMEMBERED = 64
 
 
 class GroupQueryAttentionResult(NamedTuple):
@@ -35,18 +32,6 @@ class GroupQueryAttentionResult(NamedTuple):
     output_qk: np.ndarray | None
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a call ran and why."""
-
-    strategy: Strategy
-    reason: str
-    kernels: tuple[str, ...]
-    block_sizes: BlockSizes
-    num_threads: int
-    target: str
-
-
 class GroupQueryAttention:
     """com.microsoft.GroupQueryAttention on CPU.
 
@@ -54,7 +39,8 @@ class GroupQueryAttention:
     rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
     kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (None =
     the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
-    `.so` that gqa_tvm.build made). Raises InvalidArgument. An instance holds no state but `last_plan`.
+    `.so` that gqa_tvm.build made). Raises InvalidArgument. An instance holds `last_plan` and what it
+    remembers of call signatures: no array, nothing that a result depends on.
     """
 
     last_plan: Plan | None
@@ -86,6 +72,7 @@ class GroupQueryAttention:
         self._target, self._library_path = target, library
         self._naive_only = flash_disabled()
         self._library: KernelLibrary | None = None
+        self._prepared: dict[Signature, PreparedCall] = {}
         self.last_plan = None
 
     def __call__(
@@ -122,69 +109,72 @@ class GroupQueryAttention:
             *(cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale),
             *(q_norm_weight, k_norm_weight, query_seqlens),
         )
-        arrays: list[Any] = [as_array(array, name) for array, name in zip(given, Inputs._fields, strict=True)]
-        inputs = Inputs(*arrays)
+        arrays = [
+            array if array is None or array.__class__ is np.ndarray else as_array(array, name)
+            for array, name in zip(given, Inputs._fields, strict=True)
+        ]
+        presents = as_array(present_key, "present_key"), as_array(present_value, "present_value")
+        inputs = Inputs._make(arrays)
+        prepared, problem = self._prepare(inputs, presents)
+        return self._run(inputs, prepared, problem, presents)
+
+    def _prepare(self, inputs: Inputs, presents: tuple[np.ndarray | None, ...]) -> tuple[PreparedCall, Problem]:
+        """Validate the call; what only its signature decides is worked out once."""
+        signature = signature_of((*inputs, *presents))
+        prepared = self._prepared.get(signature)
+        if prepared is not None:
+            problem = next_token(self.attributes, inputs, prepared.problem)
+            if problem is not None:
+                return prepared, problem
         problem = validate(self.attributes, inputs)
-        return self._run(
-            inputs,
-            problem,
-            as_array(present_key, "present_key"),
-            as_array(present_value, "present_value"),
-        )
+        if prepared is None:
+            if self._library is None:
+                self._library = library_for(self._target, self._library_path)
+            rules = StrategyRules(self._strategy, self._naive_only, DEFAULT_BLOCK_SIZES[self._library.target])
+            prepared = PreparedCall(self.attributes, inputs, problem, self._library, rules, self._num_threads)
+            if len(self._prepared) >= _REMEMBERED:
+                self._prepared.clear()
+            self._prepared[signature] = prepared
+        prepared.problem = problem
+        return prepared, problem
 
     def _run(
         self,
         inputs: Inputs,
+        prepared: PreparedCall,
         problem: Problem,
-        present_key: np.ndarray | None,
-        present_value: np.ndarray | None,
+        presents: tuple[np.ndarray | None, ...],
     ) -> GroupQueryAttentionResult:
-        if self._library is None:
-            self._library = library_for(self._target, self._library_path)
-        sizes = DEFAULT_BLOCK_SIZES[self._library.target]
-        choice = choose_strategy(self._strategy, self.attributes, problem, sizes, self._naive_only)
-        append, attend = self._specs(problem, choice)
-        kernels = self._library.kernel(append), self._library.kernel(attend)
+        attention = prepared.attention(problem)
         layout = plan_layout(self.attributes, problem)
-        keys = prepare_present("key", inputs.past_key, present_key, problem, layout)
-        values = prepare_present("value", inputs.past_value, present_value, problem, layout)
-        self._refuse_shared_presents(keys, values)
-
-        launcher().use_threads(self._num_threads)
-        call = AttentionCall(self.attributes, inputs, problem, layout.entries, keys.storage, values.storage)
+        keys, values = prepare_presents(inputs, presents, problem, layout)
         output_qk = self._allocate_output_qk(problem)
         shape = (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size)
-        result = aligned_empty(shape, problem.query_dtype)
-        output = as_bits(result)
+        output = aligned_empty(shape, problem.query_dtype)
+        call = AttentionCall(inputs, prepared.forms, problem, layout.entries, (keys.storage, values.storage), output)
+        launcher().use_threads(self._num_threads)
         keys.start()
         values.start()
         if problem.kv_sequence_length:
-            run_append(kernels[0], call)
-        if choice.strategy is Strategy.NAIVE:
-            run_naive(kernels[1], call, output, output_qk)
-        elif choice.few_rows:
-            chunked = choice.strategy is Strategy.FLASH_DECODING
-            run_flash_decode(kernels[1], call, output, attend, sizes, chunked)
-        else:
-            run_flash(kernels[1], call, output)
+            call.append(prepared.append)
+        self._attend(call, attention, prepared.sizes, output_qk)
         keys.finish()
         values.finish()
-        names = (append.name, attend.name) if problem.kv_sequence_length else (attend.name,)
-        self.last_plan = Plan(choice.strategy, choice.reason, names, sizes, self._num_threads, self._library.target)
-        flat = result.reshape(problem.batch_size, problem.sequence_length, -1)
+        self.last_plan = attention.plan
         if output_qk is not None:
             output_qk = output_qk.astype(problem.query_dtype, copy=False)
+        flat = output.reshape(problem.batch_size, problem.sequence_length, -1)
         return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
 
-    def _specs(self, problem: Problem, choice: Choice) -> tuple[KernelSpec, KernelSpec]:
-        formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
-        head_size = problem.head_size
-        append = KernelSpec("append", *formats, head_size)  # type: ignore[arg-type]
+    @staticmethod
+    def _attend(call: AttentionCall, attention: Attention, sizes: BlockSizes, output_qk: np.ndarray | None) -> None:
+        choice = attention.choice
         if choice.strategy is Strategy.NAIVE:
-            return append, replace(append, operation="naive")
-        if choice.few_rows:
-            return append, replace(append, operation="flash_decode", row_tile=row_tile_for(problem.group_size))
-        return append, replace(append, operation="flash_prefill")
+            call.naive(attention.kernel, output_qk)
+        elif choice.few_rows:
+            call.flash_decode(attention.kernel, attention.spec, sizes, choice.strategy is Strategy.FLASH_DECODING)
+        else:
+            call.flash(attention.kernel)
 
     def _allocate_output_qk(self, problem: Problem) -> np.ndarray | None:
         """Zeros in float32: probabilities are normalised in it before they are rounded to the query's dtype."""
@@ -197,9 +187,3 @@ class GroupQueryAttention:
             problem.total_sequence_length,
         )
         return aligned_zeros(shape, np.float32)
-
-    @staticmethod
-    def _refuse_shared_presents(keys: Present, values: Present) -> None:
-        # Bounds alone would refuse keys and values interleaved in one buffer.
-        if keys.array.size and np.shares_memory(keys.array, values.array):
-            raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")

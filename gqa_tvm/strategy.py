@@ -49,28 +49,35 @@ def flash_disabled() -> bool:
     raise InvalidArgument(f"ORT_GQA_DISABLE_FLASH_ATTENTION must be 0 or 1, got {value!r}")
 
 
-def choose_strategy(
-    wanted: Strategy, attributes: Attributes, problem: Problem, sizes: BlockSizes, naive_only: bool
-) -> Choice:
-    """The kernel for a call; depends on its shapes alone, never on threads, so that results do not either.
+@dataclass(frozen=True)
+class StrategyRules:
+    """What decides besides the call itself. wanted: the user's strategy; naive_only: flash is disabled by the
+    environment; sizes: of the target."""
 
-    naive_only: flash is disabled by the environment. Raises InvalidArgument if a forced strategy cannot run.
-    """
-    rows = problem.sequence_length * problem.group_size
-    few_rows = rows <= sizes.decode_rows or problem.sequence_length == 1
-    if wanted is not Strategy.AUTO:
-        return _forced(wanted, attributes, few_rows, rows)
-    if attributes.qk_output:
-        return Choice(Strategy.NAIVE, "output_qk is only computed by naive")
-    if naive_only:
-        return Choice(Strategy.NAIVE, "ORT_GQA_DISABLE_FLASH_ATTENTION is set")
-    if few_rows and problem.total_sequence_length > sizes.kv_chunk:
-        reason = f"{rows} rows per KV head over more than {sizes.kv_chunk} keys"
-        return Choice(Strategy.FLASH_DECODING, reason, few_rows=True)
-    return Choice(Strategy.FLASH, f"{rows} rows per KV head", few_rows)
+    wanted: Strategy
+    naive_only: bool
+    sizes: BlockSizes
+
+    def choose(self, attributes: Attributes, problem: Problem) -> Choice:
+        """The kernel for a call; depends on its shapes alone, never on threads, so that results do not either.
+
+        Raises InvalidArgument if a forced strategy cannot run.
+        """
+        rows = problem.sequence_length * problem.group_size
+        few_rows = rows <= self.sizes.decode_rows or problem.sequence_length == 1
+        if self.wanted is not Strategy.AUTO:
+            return _forced(self.wanted, attributes, few_rows)
+        if attributes.qk_output:
+            return Choice(Strategy.NAIVE, "output_qk is only computed by naive")
+        if self.naive_only:
+            return Choice(Strategy.NAIVE, "ORT_GQA_DISABLE_FLASH_ATTENTION is set")
+        if few_rows and problem.total_sequence_length > self.sizes.kv_chunk:
+            reason = f"{rows} rows per KV head over more than {self.sizes.kv_chunk} keys"
+            return Choice(Strategy.FLASH_DECODING, reason, few_rows=True)
+        return Choice(Strategy.FLASH, f"{rows} rows per KV head", few_rows)
 
 
-def _forced(wanted: Strategy, attributes: Attributes, few_rows: bool, rows: int) -> Choice:
+def _forced(wanted: Strategy, attributes: Attributes, few_rows: bool) -> Choice:
     if wanted is not Strategy.NAIVE and attributes.qk_output:
         raise InvalidArgument(
             f"strategy {wanted.value!r} cannot give output_qk (qk_output={attributes.qk_output}); use 'naive' or 'auto'"

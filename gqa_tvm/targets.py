@@ -99,7 +99,9 @@ def converts_float16(target: str) -> bool:
 def target_facts(target: str) -> TargetFacts:
     """Facts of `target`; cores and caches are this machine's."""
     vector_bytes, registers = {"x86-avx512": (64, 32), "x86-avx2": (32, 16), "generic": (16, 16)}[target]
-    facts = TargetFacts(target, architecture(), vector_bytes, registers, _l2_bytes(), usable_cores(), converts_float16(target))
+    facts = TargetFacts(
+        target, architecture(), vector_bytes, registers, _l2_bytes(), usable_cores(), converts_float16(target)
+    )
     return replace(facts, vector_registers=32) if facts.architecture == "aarch64" else facts
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,8 +35,7 @@ from gqa_tvm.validation_types import Inputs, check_dtypes, check_presence, read_
 __all__ = ["Inputs", "Phase", "Problem", "validate"]
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """A valid call. Arrays are C-contiguous, aligned and share no memory with the inputs."""
 
     phase: Phase
@@ -52,13 +51,14 @@ class Problem:
     sliding_window: bool  # the cache holds the last keys of the sequence, from row 0 on
     past_capacity: int  # C, 0 without past
     present_length: int  # max(T, C), C with a sliding window
-    total_sequence_length: int  # T
     query_lengths: np.ndarray  # int32 [B]: tokens that are no padding
+    rotary_dim: int  # R, 0 without rotation
+    packed_qkv: bool
+    # What differs between the steps of a decode loop comes last: `next_token` replaces it.
+    total_sequence_length: int  # T
     past_lengths: np.ndarray  # int32 [B]: absolute position of query row 0
     total_lengths: np.ndarray  # int32 [B]: keys of the sequence after the step, T_b
-    rotary_dim: int  # R, 0 without rotation
     positions: np.ndarray | None  # int64 [B, S], None without rotation; 0 for rows of padding
-    packed_qkv: bool
 
     @property
     def group_size(self) -> int:
@@ -78,17 +78,17 @@ def validate(attributes: Attributes, inputs: Inputs) -> Problem:
     length, windowed = shapes.sequence_length, attributes.use_sliding_window
     total = read_total(attributes, inputs, shapes)
     seqlens = np.array(inputs.seqlens_k, order="C").reshape(-1)  # int32 [B]
-    lowest, highest = extremes(seqlens)
+    span = extremes(seqlens)
     rotary = check_rotary_pair(inputs)
     if rotary is not None:
         _check_rotary_rows(rotary[0], total)
         check_rotary_columns(rotary[1], shapes.head_size)
-        if lowest < 0 or highest >= rotary[0]:
+        if span[0] < 0 or span[1] >= rotary[0]:
             raise InvalidArgument(_seqlens_over_rotary_text(rotary[0], seqlens))
     query_lengths = read_query_lengths(attributes, inputs, shapes, total, seqlens)
     phase = read_phase(inputs, shapes, total)
     _check_optional_inputs(attributes, inputs, shapes, total)
-    check_seqlens_range(attributes, inputs, shapes, total, phase, seqlens, lowest, highest)
+    check_seqlens_range(attributes, inputs, shapes, total, phase, seqlens, span)
     total_lengths = seqlens + 1
     past_lengths = _past_lengths(phase, windowed, total_lengths, query_lengths)
     positions = None
@@ -111,13 +111,13 @@ def validate(attributes: Attributes, inputs: Inputs) -> Problem:
         sliding_window=windowed,
         past_capacity=shapes.past_capacity,
         present_length=present_length,
-        total_sequence_length=total,
         query_lengths=query_lengths,
+        rotary_dim=0 if positions is None or rotary is None else 2 * rotary[1],
+        packed_qkv=inputs.key is None,
+        total_sequence_length=total,
         past_lengths=past_lengths,
         total_lengths=total_lengths,
-        rotary_dim=0 if positions is None or rotary is None else 2 * rotary[1],
         positions=positions,
-        packed_qkv=inputs.key is None,
     )
 
 

@@ -27,7 +27,7 @@ def read_total(attributes: Attributes, inputs: Inputs, shapes: Shapes) -> int:
     kv_length, capacity = shapes.kv_sequence_length, shapes.past_capacity
     if total <= 0:
         raise InvalidArgument(f"total_sequence_length must be positive, got {total}.")
-    if attributes.sliding_window_cache == 1:
+    if attributes.use_sliding_window:
         _check_sliding_window(attributes, inputs, shapes)
         return total
     if total < kv_length:
@@ -143,19 +143,21 @@ def check_seqlens_range(
     total: int,
     phase: Phase,
     seqlens: np.ndarray,
-    lowest: int,
-    highest: int,
+    span: tuple[int, int],
 ) -> None:
-    """An entry has at least one key and the call's new tokens, and no key outside the cache, T or the bias."""
-    windowed = attributes.sliding_window_cache == 1
+    """An entry has at least one key and the call's new tokens, and no key outside the cache, T or the bias.
+
+    span: the lowest and the highest of seqlens.
+    """
+    windowed = attributes.use_sliding_window
     least = _least_seqlen(windowed, phase, shapes.sequence_length)
     if windowed:
         most = INT32_MAX - 1 if inputs.attention_bias is None else total - 1
     else:
         most = total - 1
-    if lowest < least or highest > most:
+    if span[0] < least or span[1] > most:
         present = shapes.past_capacity if windowed else max(total, shapes.past_capacity)
-        raise InvalidArgument(_seqlens_text(windowed, shapes.sequence_length, total, present, least, seqlens))
+        raise InvalidArgument(_seqlens_text(windowed, shapes.sequence_length, total, present, least, most, seqlens))
 
 
 def _least_seqlen(windowed: bool, phase: Phase, length: int) -> int:
@@ -165,7 +167,9 @@ def _least_seqlen(windowed: bool, phase: Phase, length: int) -> int:
     return 0
 
 
-def _seqlens_text(windowed: bool, length: int, total: int, present: int, least: int, seqlens: np.ndarray) -> str:
+def _seqlens_text(
+    windowed: bool, length: int, total: int, present: int, least: int, most: int, seqlens: np.ndarray
+) -> str:
     """Name the first entry that breaks a rule and that rule."""
     for index, last in enumerate(seqlens.tolist()):
         if last < 0 or (last >= present and not windowed):
@@ -174,9 +178,9 @@ def _seqlens_text(windowed: bool, length: int, total: int, present: int, least: 
             return f"seqlens_k[{index}] = {last} is out of range [0, {INT32_MAX})"
         if last < least:
             return f"seqlens_k[{index}] = {last} is too small for sequence_length {length}"
-        if last >= total and windowed:
+        if last > most and windowed:
             return f"seqlens_k[{index}] = {last} exceeds the attention_bias sequence dimension {total}."
-        if last >= total:
+        if last > most:
             return f"seqlens_k[{index}] + 1 = {last + 1} exceeds total_sequence_length ({total})."
     raise AssertionError("no entry of seqlens_k breaks a rule")
 

@@ -236,12 +236,6 @@ def _check_past(attributes: Attributes, key: tuple[int, ...], value: tuple[int, 
         return
     _check_past_dimension(key, value, None, 4)
     _check_past_dimension(key, value, 0, shapes.batch_size)
-    if kv_length not in (0, length):
-        raise InvalidArgument(
-            "query and key must have the same sequence length when past_key is provided, or key "
-            "sequence length must be 0 for shared KV (no new KV to append). Got sequence_length="
-            f"{length}, kv_sequence_length={kv_length}"
-        )
     if key[2] != value[2]:
         raise InvalidArgument(
             "BNSH Input 'past_key' and 'past_value' should have same dimension 2 (max "
@@ -249,6 +243,12 @@ def _check_past(attributes: Attributes, key: tuple[int, ...], value: tuple[int, 
         )
     _check_past_dimension(key, value, 1, attributes.kv_num_heads)
     _check_past_dimension(key, value, 3, shapes.packed_head_size)
+    if kv_length not in (0, length):
+        raise InvalidArgument(
+            "query and key must have the same sequence length when past_key is provided, or key "
+            "sequence length must be 0 for shared KV (no new KV to append). Got sequence_length="
+            f"{length}, kv_sequence_length={kv_length}"
+        )
     _check_extents("past_key", key)
 
 

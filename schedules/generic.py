@@ -48,16 +48,46 @@ def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
     steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
 
 
+def _is_padded(sizes: BlockSizes, columns: int) -> bool:
+    return sizes.padded_columns(columns) != columns
+
+
+def _schedule_few_rows_qk(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    keys = sizes.decode_key_tile(row_tile)
+    lane_sum = intrinsics.register_lane_sum(row_tile, keys, sizes.lanes)
+    steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, _is_padded(sizes, columns))
+
+
 def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
     """Head columns as lanes: partial sums of few rows in registers, lane sums by a shuffle tree."""
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
-    padded = sizes.padded_columns(columns) != columns
-    keys = sizes.decode_key_tile(row_tile)
-    lane_sum = intrinsics.register_lane_sum(row_tile, keys, sizes.lanes)
-    steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, padded)
+    _schedule_few_rows_qk(sch, sizes, row_tile, columns)
     _schedule_scores(sch, sizes, "", bias=True)
     steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
     for name in ("block_max", "block_sum"):
         steps.reduce_along_row(sch, name, sizes.lanes)
-    steps.tile_sv_for_few_rows(sch, sizes, row_tile, padded)
+    steps.tile_sv_for_few_rows(sch, sizes, row_tile, _is_padded(sizes, columns))
+
+
+def schedule_kv_quantize(sch: Schedule, sizes: BlockSizes) -> None:
+    """As append: the loops over a row are left to LLVM's vectoriser."""
+    steps.parallelize_tasks(sch)
+
+
+def schedule_kv_dequantize(sch: Schedule, sizes: BlockSizes) -> None:
+    """As kv_quantize."""
+    steps.parallelize_tasks(sch)
+
+
+def schedule_qk_gemm(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    """QKGemm as in flash_decode."""
+    steps.parallelize_tasks(sch)
+    _schedule_few_rows_qk(sch, sizes, row_tile, columns)
+
+
+def schedule_sv_gemm(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    """SVGemm as in flash_decode."""
+    steps.parallelize_tasks(sch)
+    steps.parallelize_tasks(sch, "merge")
+    steps.tile_sv_for_few_rows(sch, sizes, row_tile, _is_padded(sizes, columns))

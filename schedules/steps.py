@@ -120,12 +120,18 @@ def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intri
     by all rows, then summed across lanes by the intrinsic."""
     scores, partial = sch.get_sblock("qk"), sch.get_sblock("qk_partial")
     m, t, lane = _own_loops(sch, scores, 3)
-    t_outer, t_inner = sch.split(t, [None, sizes.decode_key_tile(row_tile)])
-    sch.reorder(t_outer, m, t_inner, lane)
+    keys = sizes.decode_key_tile(row_tile)
+    t_outer, t_inner = sch.split(t, [None, keys])
+    # The intrinsic has no loop for an axis of extent 1: that one stays outside.
+    outer, inner = (t_inner, m) if keys == 1 else (m, t_inner)
+    sch.reorder(t_outer, outer, inner, lane)
     sch.compute_at(partial, t_outer, preserve_unit_loops=True)
-    zero = sch.decompose_reduction(scores, m)
-    sch.vectorize(_own_loops(sch, zero, 1)[0])
-    sch.tensorize(m if row_tile > 1 else t_inner, intrinsic)
+    zero = _own_loops(sch, sch.decompose_reduction(scores, outer), 1)[0]
+    if keys == 1:
+        sch.unroll(zero)
+    else:
+        sch.vectorize(zero)
+    sch.tensorize(outer if row_tile > 1 and keys > 1 else inner, intrinsic)
     t, m, lane, v, plane = _own_loops(sch, partial, 5)
     # Key by key in memory order: the hardware prefetcher follows whole rows.
     sch.reorder(t, v, plane, m, lane)

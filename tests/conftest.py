@@ -10,7 +10,7 @@ os.environ.setdefault("GQA_TVM_POISON_SCRATCH", "1")
 import numpy as np
 import pytest
 
-from gqa_tvm import arrays, kernel_calls, operator
+from gqa_tvm import arrays, kernel_calls, operator, primitives
 
 
 def _poisoned(shape, dtype):
@@ -23,7 +23,7 @@ def _poisoned(shape, dtype):
 @pytest.fixture(autouse=True)
 def poison_outputs(monkeypatch):
     """Outputs and the partial states of flash decoding start as NaN."""
-    for module in (operator, kernel_calls):
+    for module in (operator, kernel_calls, primitives):
         monkeypatch.setattr(module, "aligned_empty", _poisoned)
 
 

@@ -40,6 +40,8 @@ def _touches(imports: set[str], modules: set[str]) -> set[str]:
         "operator",
         "runtime",
         "kernel_calls",
+        "prepared_call",
+        "primitives",
         "kv_cache",
         "strategy",
         "arrays",

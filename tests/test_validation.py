@@ -178,7 +178,8 @@ def test_results_do_not_alias_inputs_and_inputs_stay_as_they_were() -> None:
 INTEGERS = [-(2**31), -1, 0, 1, 2, 3, 4, 5, 7, 8, 9, 2**31 - 1]
 DTYPES = ["f4", "f4", "f4", "i4", "i4", "i8", "i1", "u1", "f8", "f2", ">f4", ">i4", "U1", "O", "?", "c8", "f4,i4", BF16]
 KINDS: list[Call] = [{}, WINDOW, {"query_seqlens": i32(1, 0)}, WINDOW | {"query_seqlens": i32(0, 1)}, NORM]
-SUBCLASSES = [np.matrix([[1, 2]], "i4"), np.matrix([[1.0]], "f4"), np.ma.masked_array(i32(4), mask=[True])]
+MATRICES = [i32(1, 2)[None].view(np.matrix), f32(1, 1).view(np.matrix)]
+SUBCLASSES = [*MATRICES, np.ma.masked_array(i32(4), mask=[True])]
 
 
 @st.composite

@@ -31,6 +31,7 @@ FULL: Rows = [
     ({"past_value": np.zeros((1, 2, 8, 16), np.int8)}, "Input 'past_value' shall have kv_num_he"),
     ({"past_key": np.zeros((1, 1, 8, 8), np.int8)}, "Input 'past_key' dimension 3 should"),
     ({"past_value": np.zeros((1, 1, 8, 8), np.int8)}, "Input 'past_value' dimension 3 should"),
+    ({"key": f32(1, 2, 16), "value": f32(1, 2, 16)}, "query and key must have the same sequence length when"),
     ({"seqlens_k": np.array(4, np.int32)}, "seqlens_k must be at least 1D"),
     ({"seqlens_k": i32(4, 4)}, "seqlens_k must have batch_size (1) elements"),
     ({"total_sequence_length": i32(5, 5)}, "total_sequence_length tensor must be of one element"),

@@ -271,6 +271,7 @@ MESSAGES: list[Row] = [
     ({"batch": 2}, {"seqlens_k": i32(4, 9)}, "seqlens_k[1] = 9 is out of range [0, 8)"),
     (CHUNK, {"seqlens_k": i32(1)}, "seqlens_k[0] = 1 is too small for sequence_length 3"),
     ({}, {**WINDOW, "seqlens_k": i32(-1)}, "seqlens_k[0] = -1 is out of range [0, 8)"),
+    ({"batch": 2}, {**WINDOW, "seqlens_k": i32(20, -1)}, "seqlens_k[1] = -1 is out of range [0, 8)"),
     (CHUNK, {**WINDOW, "seqlens_k": i32(1)}, "seqlens_k[0] = 1 is too small for sequence_length 3"),
     (
         {"length": 5, "batch": 2},
@@ -353,7 +354,9 @@ def test_a_broken_call_gives_the_words_of_onnxruntime(
 # valid call, changes both accept
 ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {**ONE, "total_sequence_length": i32(1000)}),
+    ({"total": 9}, ONE),
     (CHUNK, {"query_seqlens": i32(0)}),
+    ({"capacity": 4}, WINDOW),
     ({"length": 3, "batch": 2}, {"query_seqlens": i32(3, 1), "seqlens_k": i32(4, 0)}),
     ({}, {**WINDOW, "seqlens_k": i32(2**31 - 2)}),
     ({"total": 2**31 - 1}, WINDOW),

@@ -1,12 +1,11 @@
-"""append: RMS norm and rotary on the new keys, quantisation, and the write into the cache, in one pass over the new tokens."""
+"""append: RMS norm and rotary on the new keys, quantisation and the write into the cache, in one pass."""
 
 from __future__ import annotations
 
-from tvm import tirx
 from tvm.script import tirx as T
 
-from ..definitions.half import narrow, widen
-from ..definitions.kv_quantize import encode, inverse_scale, pack_nibbles
+from ..definitions.half import widen
+from ..definitions.kv_quantize import inverse_scale
 from ..kernel_arguments import ENTRY_NEW, ENTRY_PAST
 from ..kernels import KernelSpec
 from .arguments import (
@@ -18,34 +17,24 @@ from .arguments import (
     declare_scale,
     dimension,
 )
-from .rows import RowTransform, load_row
+from .encode_row import encode_row
+from .rows import RowTransform, for_each_scale, head_column, load_row
 
 
-def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head) -> None:
-    """Encode row[h], h < H, into cache[where]."""
-
-    def code(h):
-        return encode(row[h], inverse_scale(scale[kv_head, h]), spec.cache)
-
-    if spec.is_float_cache:
-        with T.serial(0, spec.head_size) as h:
-            T.buffer_store(cache, narrow(row[h], spec.cache), [*where, h])
-    elif spec.cache == "i8":
-        with T.serial(0, spec.head_size) as h:
-            T.buffer_store(cache, tirx.Cast("int8", code(h)), [*where, h])
-    else:
-        with T.serial(0, spec.head_size // 2) as c:
-            T.buffer_store(cache, pack_nibbles(code(c * 2), code(c * 2 + 1)), [*where, c])
-        if spec.head_size % 2:
-            last = spec.head_size - 1
-            T.buffer_store(cache, pack_nibbles(code(last), T.int32(0)), [*where, last // 2])
+def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head, inverse) -> None:
+    """Write row [H] into cache[where]; inverse: [H] float32 scratch."""
+    if not spec.is_float_cache:
+        store_inverse = lambda h, value: T.buffer_store(inverse, inverse_scale(value), [h])  # noqa: E731
+        for_each_scale(scale, kv_head, spec.head_size, store_inverse)
+    encode_row(spec, lambda h: row[h], inverse, cache, where)
 
 
 def append(spec: KernelSpec):
     """The append kernel's PrimFunc.
 
-    key, value: [B, S, N_kv, H] new tokens of the query dtype; key_cache, value_cache: [B, N_kv, C, columns]; entries:
-    [B, 4] int32, columns ENTRY_*: token s < new goes to cache row past + s, later tokens are padding.
+    key, value: [B, S, hidden] new tokens of the query dtype, KV heads from first_key_head and first_value_head on
+    (packed QKV is passed as both); key_cache, value_cache: [B, N_kv, C, columns]; entries: [B, 4] int32, columns
+    ENTRY_*: token s < new goes to cache row past + s, later tokens are padding.
     """
 
     @T.prim_func(s_tir=True)
@@ -63,6 +52,8 @@ def append(spec: KernelSpec):
         v_scale_: T.handle,
         norm_epsilon: T.float32,
         rotary: T.int32,
+        first_key_head: T.int32,
+        first_value_head: T.int32,
     ):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
         p = _declare(
@@ -78,20 +69,21 @@ def append(spec: KernelSpec):
                 T.reads()
                 T.writes()
                 row = T.sblock_alloc_buffer((spec.head_size,))
+                inverse = T.sblock_alloc_buffer((spec.head_size,))
                 cache_row: T.let = T.Cast("int64", p["entries"][vb, ENTRY_PAST]) + vs
                 if vs < T.Cast("int64", p["entries"][vb, ENTRY_NEW]):
-                    for n in T.serial(p["key"].shape[2]):
+                    for n in T.serial(T.Cast("int32", p["key_cache"].shape[1])):
                         load_row(
                             spec,
-                            lambda h: p["key"][vb, vs, n, h],
+                            lambda h: p["key"][vb, vs, head_column(spec, first_key_head + n, h)],
                             row,
                             transform,
                             lambda: p["positions"][vb, vs],
                         )
-                        _store_row(spec, p["key_cache"], (vb, n, cache_row), row, p["k_scale"], n)
+                        _store_row(spec, p["key_cache"], (vb, n, cache_row), row, p["k_scale"], n, inverse)
                         for h in T.serial(spec.head_size):
-                            row[h] = widen(p["value"][vb, vs, n, h], spec.query)
-                        _store_row(spec, p["value_cache"], (vb, n, cache_row), row, p["v_scale"], n)
+                            row[h] = widen(p["value"][vb, vs, head_column(spec, first_value_head + n, h)], spec.query)
+                        _store_row(spec, p["value_cache"], (vb, n, cache_row), row, p["v_scale"], n, inverse)
 
     return kernel
 
@@ -103,8 +95,8 @@ def _declare(spec: KernelSpec, tensors, row_inputs, scales):
     positions, cos, sin = declare_rotary(spec, *rotary)
     return T.meta_var(
         {
-            "key": declare_rows(spec, "key", key, batch, tokens, kv_heads),
-            "value": declare_rows(spec, "value", value, batch, tokens, kv_heads),
+            "key": declare_rows(spec, "key", key, batch, tokens),
+            "value": declare_rows(spec, "value", value, batch, tokens),
             "key_cache": declare_cache(spec, "key_cache", key_cache, batch, kv_heads, capacity),
             "value_cache": declare_cache(spec, "value_cache", value_cache, batch, kv_heads, capacity),
             "entries": declare_entries(entries, batch),
@@ -112,7 +104,7 @@ def _declare(spec: KernelSpec, tensors, row_inputs, scales):
             "cos": cos,
             "sin": sin,
             "norm_weight": declare_norm_weight(spec, norm_weight),
-            "k_scale": declare_scale(spec, "k_scale", scales[0], kv_heads),
-            "v_scale": declare_scale(spec, "v_scale", scales[1], kv_heads),
+            "k_scale": declare_scale("k_scale", scales[0]),
+            "v_scale": declare_scale("v_scale", scales[1]),
         }
     )

@@ -11,7 +11,6 @@ from ..definitions.half import STORAGE_DTYPES
 from ..definitions.kv_quantize import CACHE_DTYPES
 from ..kernels import KernelSpec
 
-
 _ELEMENT_BYTES = {"int8": 1, "uint8": 1, "float16": 2, "uint16": 2, "float32": 4, "int32": 4, "int64": 8}
 
 
@@ -21,17 +20,17 @@ class AttentionBuffers(NamedTuple):
     "query dtype" is the storage dtype of the kernel's query format (bfloat16 is passed as uint16).
     """
 
-    query: Any  # [B*, S*, N*, H] query dtype
+    query: Any  # [B*, S*, hidden] query dtype, heads from column 0 on
     key_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
     value_cache: Any  # [B*, N_kv*, C*, columns] cache dtype
     entries: Any  # [B, 4] int32, columns ENTRY_*
     positions: Any  # [B, S] int64, rotary positions; [1, 1] when rotary is 0
     cos: Any  # [max positions, rotary_dim / 2] query dtype
     sin: Any
-    bias: Any  # [B*, N*, S*, T] query dtype, broadcast axes have stride 0; [1, 1, 1, 1] without bias
+    bias: Any  # [B or 1, N or 1, S*, T] query dtype; [1, 1, 1, 1] without bias
     head_sink: Any  # [N] query dtype; [1] without sinks
     norm_weight: Any  # [H] query dtype, of the query's RMS norm
-    k_scale: Any  # [N_kv*, H*] float32, stride 0 where one scale serves all
+    k_scale: Any  # [N_kv * H] or [1] float32
     v_scale: Any
     output: Any  # [B, S, N, H] query dtype
 
@@ -60,10 +59,10 @@ def declare_cache(spec: KernelSpec, name: str, handle, batch, kv_heads, capacity
     return buffer_parameter(name, handle, shape, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
 
 
-def declare_rows(spec: KernelSpec, name: str, handle, batch, tokens, heads):
-    """Query, key or value [B, S, heads, H] with free outer strides (a slice of packed QKV is one)."""
-    shape = (batch, tokens, heads, spec.head_size)
-    return buffer_parameter(name, handle, shape, STORAGE_DTYPES[spec.query], ("batch", "token", "head", 1))
+def declare_rows(spec: KernelSpec, name: str, handle, batch, tokens):
+    """Query, key, value or packed QKV [B, S, hidden] with free outer strides."""
+    shape = (batch, tokens, dimension(f"{name}_hidden"))
+    return buffer_parameter(name, handle, shape, STORAGE_DTYPES[spec.query], ("batch", "token", T.int64(1)))
 
 
 def declare_entries(handle, batch):
@@ -85,11 +84,9 @@ def declare_rotary(spec: KernelSpec, positions, cos, sin):
     )
 
 
-def declare_scale(spec: KernelSpec, name: str, handle, kv_heads):
-    """A scale as [N_kv, H]; a single one is the same view with strides 0."""
-    # TVM checks a free innermost stride only against an extent of its own width.
-    shape = (kv_heads, T.int64(spec.head_size))
-    return buffer_parameter(name, handle, shape, "float32", ("head", "column"))
+def declare_scale(name: str, handle):
+    """A scale of N_kv * H elements, or of one that serves them all."""
+    return buffer_parameter(name, handle, (dimension(f"{name}_elements"),))
 
 
 def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
@@ -101,7 +98,7 @@ def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
     positions, cos, sin = declare_rotary(spec, h.positions, h.cos, h.sin)
     bias_shape = tuple(dimension(f"bias_{axis}") for axis in ("batch", "heads", "tokens", "keys"))
     buffers = AttentionBuffers(
-        query=declare_rows(spec, "query", h.query, batch, tokens, heads),
+        query=declare_rows(spec, "query", h.query, batch, tokens),
         key_cache=declare_cache(spec, "key_cache", h.key_cache, batch, kv_heads, capacity),
         value_cache=declare_cache(spec, "value_cache", h.value_cache, batch, kv_heads, capacity),
         entries=declare_entries(h.entries, batch),
@@ -111,8 +108,8 @@ def declare_attention(spec: KernelSpec, handles) -> AttentionBuffers:
         bias=buffer_parameter("bias", h.bias, bias_shape, dtype, ("stride_b", "stride_n", "stride_s", T.int64(1))),
         head_sink=buffer_parameter("head_sink", h.head_sink, (dimension("sinks"),), dtype),
         norm_weight=declare_norm_weight(spec, h.norm_weight),
-        k_scale=declare_scale(spec, "k_scale", h.k_scale, kv_heads),
-        v_scale=declare_scale(spec, "v_scale", h.v_scale, kv_heads),
+        k_scale=declare_scale("k_scale", h.k_scale),
+        v_scale=declare_scale("v_scale", h.v_scale),
         output=buffer_parameter("output", h.output, (batch, tokens, heads, spec.head_size), dtype),
     )
     return T.meta_var(buffers)

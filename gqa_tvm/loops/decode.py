@@ -202,10 +202,12 @@ def flash_decode(spec: KernelSpec, sizes):
                 *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
+        scalars = T.meta_var(
+            AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink)
+        )
         partial = T.meta_var(_declare_partial(partial_, shape))
         chunks = T.meta_var(partial.shape[3])
-        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
+        group: T.let = T.truncdiv(x.output.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         row_groups: T.let = (total_rows + (rows_per_task - 1)) // rows_per_task
         for b, n, g, k in T.grid(x.query.shape[0], x.key_cache.shape[1], row_groups, chunks):

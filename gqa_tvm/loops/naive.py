@@ -124,8 +124,10 @@ def naive(spec: KernelSpec, sizes):
             ),
         )
         output_qk = T.meta_var(_declare_output_qk(output_qk_))
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
-        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
+        scalars = T.meta_var(
+            AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink)
+        )
+        group: T.let = T.truncdiv(x.output.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], (total_rows + (M - 1)) // M):
             with T.sblock("task"):

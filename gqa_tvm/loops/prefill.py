@@ -66,8 +66,10 @@ def flash_prefill(spec: KernelSpec, sizes):
                 *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink))
-        group: T.let = T.truncdiv(x.query.shape[2], x.key_cache.shape[1])
+        scalars = T.meta_var(
+            AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink)
+        )
+        group: T.let = T.truncdiv(x.output.shape[2], x.key_cache.shape[1])
         total_rows: T.let = x.query.shape[1] * group
         row_blocks: T.let = (total_rows + (M - 1)) // M
         for b, n, i in T.grid(x.query.shape[0], x.key_cache.shape[1], row_blocks):

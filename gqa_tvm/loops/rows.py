@@ -79,6 +79,11 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         T.buffer_store(block.limits, tirx.max(block.limits[3], end), [3])
 
 
+def head_column(spec: KernelSpec, head, h):
+    """Column of element h of a head in a [.., hidden] row."""
+    return tirx.Cast("int64", head) * T.int64(spec.head_size) + tirx.Cast("int64", h)
+
+
 class RowTransform(NamedTuple):
     """What happens to a query or key row between input and use: RMS norm, then rotary."""
 
@@ -145,18 +150,28 @@ def _rotate_row(spec: KernelSpec, row, transform: RowTransform, position):
                             T.buffer_store(row, im, [second(i)])
 
 
+def for_each_scale(scale, kv_head, head_size: int, store):
+    """store(h, scale of column h of a KV head) for all columns, whether there is one scale or one for each."""
+    with T.If(scale.shape[0] == T.int64(1)):
+        with T.Then():
+            with T.serial(0, head_size) as h:
+                store(h, scale[0])
+        with T.Else():
+            with T.serial(0, head_size) as h:
+                store(h, scale[tirx.Cast("int64", kv_head) * T.int64(head_size) + tirx.Cast("int64", h)])
+
+
 def fold_scale(target, scale, kv_head, head_size: int, factor):
-    """target[h] = factor * scale[kv_head, h]: what leaves the inner loops."""
-    with T.serial(0, head_size) as h:
-        T.buffer_store(target, scale[kv_head, h] * factor, [h])
+    """target[h] = factor * the scale of column h: what leaves the inner loops."""
+    for_each_scale(scale, kv_head, head_size, lambda h, value: T.buffer_store(target, value * factor, [h]))
 
 
 def load_query_row(spec: KernelSpec, buffers, scalars, block: RowBlock, b, r, fold, row, store):
-    """store(plane, column, value) for row r of the query: normed, rotated, then times fold[h]; odd INT4 heads end in a 0."""
+    """store(plane, column, value) for row r of the query, normed, rotated, times fold[h]; odd INT4 heads end in 0."""
     token, head = block.token[r], block.head[r]
     load_row(
         spec,
-        lambda h: buffers.query[b, token, head, h],
+        lambda h: buffers.query[b, token, head_column(spec, head, h)],
         row,
         RowTransform(buffers.norm_weight, scalars.norm_epsilon, buffers.cos, buffers.sin, scalars.rotary),
         lambda: buffers.positions[b, token],
@@ -191,7 +206,10 @@ def row_factor(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionSc
 
 
 def store_output_row(spec: KernelSpec, buffers, block: RowBlock, b, r, accumulator, factor, fold):
-    """output[b, token, head, h] = accumulator(plane, column) * factor * fold[h]."""
+    """output[b, token, head, h] = accumulator(plane, column) * factor * fold[h], 0 where nothing was seen (factor 0).
+
+    A row whose scores are all -inf has NaN in its accumulator when a value is not finite: 0 * NaN.
+    """
     planes = spec.cache_planes
     for plane in range(planes):
         columns = (spec.head_size - plane + planes - 1) // planes
@@ -199,6 +217,9 @@ def store_output_row(spec: KernelSpec, buffers, block: RowBlock, b, r, accumulat
             h = c * planes + plane
             T.buffer_store(
                 buffers.output,
-                narrow(accumulator(plane, c) * factor * fold[h], spec.query),
+                narrow(
+                    tirx.Select(factor == T.float32(0), T.float32(0), accumulator(plane, c) * factor * fold[h]),
+                    spec.query,
+                ),
                 [b, tirx.Cast("int64", block.token[r]), tirx.Cast("int64", block.head[r]), h],
             )

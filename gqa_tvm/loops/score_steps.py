@@ -62,6 +62,9 @@ def process_scores(
             )
 
     bias_keys = buffers.bias.shape[3]
+    # An axis of extent 1 serves all entries or heads.
+    entry = tirx.min(tirx.Cast("int64", b), buffers.bias.shape[0] - T.int64(1))
+    last_head = buffers.bias.shape[1] - T.int64(1)
     # Bias columns are positions in the sequence, whatever row of the cache holds the key.
     first_column = tirx.Cast("int64", key_begin + buffers.entries[b, ENTRY_ORIGIN])
 
@@ -71,8 +74,9 @@ def process_scores(
             key = first_column + tirx.Cast("int64", t)
             # Keys at or past T are masked below; their bias does not exist.
             key = tirx.min(key, bias_keys - T.int64(1)) if clamp else key
-            where = [tirx.Cast("int64", rows.head[r]), tirx.Cast("int64", rows.token[r]), key]
-            return scores.add_bias(score, widen(buffers.bias[b, where[0], where[1], where[2]], spec.query))
+            head = tirx.min(tirx.Cast("int64", rows.head[r]), last_head)
+            where = [head, tirx.Cast("int64", rows.token[r]), key]
+            return scores.add_bias(score, widen(buffers.bias[entry, where[0], where[1], where[2]], spec.query))
 
         return value
 

@@ -36,7 +36,7 @@ def attend(
     Returns output [B, S, N*H] and output_qk [B, N, S, T]: scores (1), weights (2) or None (0), whose
     columns are positions. Keys a row does not see are not read and are 0 in output_qk; a row that
     sees no key, or only keys of score -inf, has output 0, and so has padding. NaN and infinite
-    values a row does see make NaN even with weight 0.
+    values a row does see make NaN even with weight 0, unless all its weights are 0.
     """
     batch, new_tokens, heads, head_size = queries.shape
     kv_heads = keys[0].rows.shape[0]
@@ -54,7 +54,9 @@ def attend(
             bias = 0.0 if rules.bias is None else rules.bias[b, :, s, seen].astype(np.float64)
             scores = process_scores(dots.reshape(heads, -1), rules, bias)
             weights = softmax(scores, rules.sink)
-            output[b, s] = weights.reshape(dots.shape) @ entry_values[:, rows]
+            weighted = weights.reshape(dots.shape)
+            has_weight = weighted.any(axis=-1, keepdims=True)
+            output[b, s] = np.where(has_weight, weighted @ entry_values[:, rows], 0.0)
             if output_qk is not None:
                 output_qk[b, :, s, seen] = scores if qk_output == 1 else weights
     return output.reshape(batch, new_tokens, heads * head_size), output_qk
