@@ -32,7 +32,8 @@ class KVCache:
     capacity: rows per entry to begin with; a full cache grows, one with a sliding_window (the operator's
     local_window_size, for sliding_window_cache=1) keeps it. bits: 0 for rows of `dtype` (float32, float16 or bfloat16;
     float32 when left out), 8 or 4 for codes, which need k_scale and v_scale: 1 or kv_num_heads * head_size finite
-    numbers each, copied, the same for all rows. Raises InvalidArgument.
+    numbers each, copied, the same for all rows ever written. A sliding window cache whose call failed other than with
+    InvalidArgument may have moved its rows: start again with `rewind(cache.length)`. Raises InvalidArgument.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class KVCache:
         if self._window is not None and capacity < self._window:
             raise InvalidArgument(f"capacity must be at least sliding_window ({self._window}), got {capacity}")
         self._scales = _read_scales(bits, self._heads[1] * head_size, k_scale, v_scale)
+        self._key, self._value = self._allocate(capacity), self._allocate(capacity)
         self._lengths = [0] * self._heads[0]
         self._announced: list[int] | None = None
-        self._key, self._value = self._allocate(capacity), self._allocate(capacity)
         self._room = capacity if sliding_window is None else _INT32_MAX
         self._arrays = self._array_arguments()
 
@@ -93,7 +94,8 @@ class KVCache:
         new_tokens: an int, the same for every entry, or integers [B] for a query of max(new_tokens) rows in which the
         rest of each entry is padding. query_seqlens comes with an array always, with an int where several entries get
         several tokens behind a past; the operator wants causal=1 then. No length changes before `advance`, so this may
-        be repeated. Growing at least doubles the capacity; arrays given out before that stay as they were.
+        be repeated. Growing at least doubles the capacity; arrays given out before that keep their rows but are the
+        cache's no longer.
         Raises InvalidArgument for counts below 0 or all 0, and above 2**31 - 1 tokens or what memory holds.
         """
         if new_tokens.__class__ is int or _is_number(new_tokens):
@@ -157,8 +159,8 @@ class KVCache:
                 continue
             if not can_rewind(length, count, self.capacity, self._window):
                 raise InvalidArgument(
-                    f"tokens[{b}] = {count}: the sliding window of {length} tokens no longer holds all rows of "
-                    f"{length - count}; the last {self._window} of those must be computed again in an empty cache"
+                    f"tokens[{b}] = {count}: after {length} tokens the sliding window no longer holds all rows it held "
+                    f"after {length - count}; it must be computed again from its tokens"
                 )
         self._lengths = [length - count for length, count in zip(self._lengths, dropped, strict=True)]
         self._announced = None
@@ -192,7 +194,7 @@ class KVCache:
         shape = (*self._heads, capacity, self._columns)
         try:
             return _huge_page_zeros(shape, self._dtype)
-        except (OSError, OverflowError, ValueError):
+        except (OSError, OverflowError):
             nbytes = math.prod(shape) * self._dtype.itemsize
             raise InvalidArgument(
                 f"a cache of shape {shape} ({self._dtype}) needs {nbytes} bytes, more than there is"
@@ -260,6 +262,7 @@ def _read_scale(name: str, given: Any, channels: int) -> np.ndarray:
         raise InvalidArgument(f"{name} must have 1 or {channels} elements, got {scale.size}")
     if not np.isfinite(scale).all():
         raise InvalidArgument(f"{name} must be finite, got {scale[~np.isfinite(scale)][0]}")
+    # Left writable: the operator takes read-only arrays by a slower way.
     return scale
 
 
@@ -267,7 +270,7 @@ def _huge_page_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """Zeroed array in an anonymous mapping that lives as long as it; pages are only touched when they are written.
 
     From 2 MiB on it starts at a multiple of 2 MiB and asks for huge pages where the system has them; smaller ones start
-    at a page. Raises OSError, OverflowError or ValueError where there is no room.
+    at a page. Raises OSError or OverflowError where there is no room.
     """
     nbytes = math.prod(shape) * dtype.itemsize
     is_large = nbytes >= _HUGE_PAGE

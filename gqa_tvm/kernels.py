@@ -76,10 +76,22 @@ class KernelSpec:
         return KernelSpec(fields["operation"], *formats, int(fields["head"]), int(fields["rows"] or 0))
 
 
-def row_tile_for(group_size: int) -> int:
-    """Row tile for that many rows (of one token and KV head in flash_decode): all of them, or an even share."""
+def row_tile_for(rows: int) -> int:
+    """Row tile for so many rows: all of them, or an even share."""
     largest = max(ROW_TILES)
-    if group_size <= largest:
-        return group_size
-    tiles = -(-group_size // largest)
-    return -(-group_size // tiles)
+    if rows <= largest:
+        return rows
+    tiles = -(-rows // largest)
+    return -(-rows // tiles)
+
+
+# Tiles for the rows of several tokens, whose number is anything: few sizes, so that few kernels are compiled.
+_TOKEN_TILES = (8, 6, 4)
+
+
+def decode_row_tile(tokens: int, group_size: int) -> int:
+    """Row tile of flash_decode: fitted to the group for one token, else the one that pads the fewest rows."""
+    if tokens == 1:
+        return row_tile_for(group_size)
+    rows = tokens * group_size
+    return min(_TOKEN_TILES, key=lambda tile: -(-rows // tile) * tile)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .attributes import Attributes
 from .kernel_calls import ArgumentForms
-from .kernels import FORMATS, KernelSpec, row_tile_for
+from .kernels import FORMATS, KernelSpec, decode_row_tile
 from .runtime import KernelLibrary
 from .schedules.block_sizes import BlockSizes
 from .strategy import Choice, Strategy, StrategyRules
@@ -82,7 +82,8 @@ class PreparedCall:
         if choice.strategy is Strategy.NAIVE:
             spec = replace(spec, operation="naive")
         elif choice.few_rows:
-            spec = replace(spec, operation="flash_decode", row_tile=row_tile_for(problem.group_size))
+            tile = decode_row_tile(problem.sequence_length, problem.group_size)
+            spec = replace(spec, operation="flash_decode", row_tile=tile)
         names = (self._append.name, spec.name) if problem.kv_sequence_length else (spec.name,)
         plan = Plan(choice.strategy, choice.reason, names, self._rules.sizes, self._num_threads, self._library.target)
         return Attention(choice, spec, self._library.kernel(spec), plan)

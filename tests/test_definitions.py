@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
 from tvm import te
 
 from gqa_tvm.definitions.exponential import exp_nonpositive
+from gqa_tvm.definitions.half import float16_to_float32, float32_to_float16, narrow, widen
 from gqa_tvm.definitions.kv_quantize import CACHE_DTYPES, CACHE_PLANES, encode, inverse_scale, kv_dequantize
 from gqa_tvm.definitions.qk_gemm import qk_gemm_rows_first, qk_gemm_rows_last
+from gqa_tvm.definitions.rms_norm import inverse_rms, square
 from gqa_tvm.definitions.scores import softcap
 from gqa_tvm.definitions.sv_gemm import sv_gemm
 from gqa_tvm.reference import quantize
@@ -30,7 +33,7 @@ def _run(arguments, arrays):
 
 
 def _elementwise(expression, x, dtype="float32"):
-    a = te.placeholder(x.shape, name="a")
+    a = te.placeholder(x.shape, x.dtype.name, name="a")
     b = te.compute(x.shape, lambda i: expression(a[i]), name="b")
     return _run([a, b], [x, np.full(x.shape, 77, dtype)])
 
@@ -50,6 +53,52 @@ def test_softcap_is_cap_times_tanh():
     x = np.concatenate([np.linspace(-60, 60, 1001), [-np.inf, np.inf, np.nan, 0.0]]).astype(np.float32)
     got = _elementwise(lambda v: softcap(v, tvm.tirx.const(5.0, "float32")), x)
     np.testing.assert_allclose(got, 5 * np.tanh(x.astype(np.float64) / 5), atol=2e-6)
+
+
+def _float32_samples():
+    """Every exponent, halfway cases and their neighbours, subnormals, infinities, NaN, both signs."""
+    rng = np.random.default_rng(4)
+    bits = rng.integers(0, 1 << 32, 100_000, dtype=np.uint64).astype(np.uint32)
+    halves = (np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] + np.array([0x7FFF, 0x8000, 0x8001], np.uint32)
+    with np.errstate(invalid="ignore"):
+        every_half = np.arange(1 << 16).astype(np.uint16).view(np.float16).astype(np.float32).view(np.uint32)
+    between = every_half[:, None] + np.array([0, 0xFFF, 0x1000, 0x1001], np.uint32)
+    return np.concatenate([bits, halves.ravel(), between.ravel()]).view(np.float32)
+
+
+def test_float16_by_integers_is_numpy_s():  # B130
+    bits = np.arange(1 << 16).astype(np.uint16)
+    got = _elementwise(float16_to_float32, bits)
+    np.testing.assert_array_equal(got, bits.view(np.float16).astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(got), bits >= 0x8000)
+    x = _float32_samples()
+    with np.errstate(all="ignore"):
+        wanted = x.astype(np.float16)
+    got = _elementwise(float32_to_float16, x, "uint16").view(np.float16)
+    np.testing.assert_array_equal(got, wanted)
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(np.signbit(got[numbers]), np.signbit(x[numbers]))
+
+
+def test_bfloat16_is_ml_dtypes():
+    x = _float32_samples()
+    with np.errstate(all="ignore"):
+        wanted = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    stored = _elementwise(lambda v: narrow(v, "bf16"), x, "uint16")
+    np.testing.assert_array_equal(_elementwise(lambda v: widen(v, "bf16"), stored), wanted)
+
+
+@pytest.mark.parametrize("head_size", [1, 8, 100])
+def test_rms_norm_pieces(head_size):
+    x = np.random.default_rng(5).standard_normal(head_size).astype(np.float32)
+    a, total = te.placeholder(x.shape, name="a"), te.placeholder((1,), dtype="float64", name="total")
+    squares = te.compute(x.shape, lambda i: square(a[i]), name="squares")
+    wanted = x.astype(np.float64) ** 2
+    np.testing.assert_array_equal(_run([a, squares], [x, np.zeros(x.shape)]), wanted)
+    epsilon = np.float32(1e-5)
+    inverse = te.compute((1,), lambda i: inverse_rms(total[i], head_size, tvm.tirx.const(epsilon, "float32")))
+    got = _run([total, inverse], [wanted.sum(keepdims=True), np.zeros(1, np.float32)])
+    assert got[0] == np.float32(1 / np.sqrt(wanted.sum() / head_size + np.float64(epsilon)))
 
 
 @pytest.mark.parametrize("cache,bits", [("i8", 8), ("i4", 4)])
@@ -72,10 +121,13 @@ def test_encode_matches_the_reference(cache, bits, scale):  # B56, B58
 def test_dequantize_repeats_the_last_row_and_pads_with_zeros(cache):
     rng = np.random.default_rng(2)
     stored = rng.integers(0, 100, (6, 5)).astype(CACHE_DTYPES[cache])
+    values = stored
+    if cache == "bf16":
+        stored = (stored.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     rows = te.placeholder(stored.shape, stored.dtype.name, name="rows")
     decoded = kv_dequantize(rows, tvm.tirx.const(3, "int32"), 8, cache, "decoded")
     got = _run([rows, decoded], [stored, np.full((6, CACHE_PLANES[cache], 8), np.nan, np.float32)])
-    source = stored[np.minimum(np.arange(6), 3)]
+    source = values[np.minimum(np.arange(6), 3)]
     planes = [source & 15, source >> 4] if cache == "i4" else [source]
     wanted = np.stack([plane.astype(np.float32) - (8 if cache == "i4" else 0) for plane in planes], axis=1)
     np.testing.assert_array_equal(got[:, :, :5], wanted)
