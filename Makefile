@@ -4,8 +4,11 @@ BIN := $(VENV)/bin
 # Running needs no oracle: onnxruntime is installed for tests and benchmarks only.
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
+# Other random calls every day; PARITY_SEED=20422 repeats those of one.
+PARITY_SEED ?= $(shell expr $$(date +%s) / 86400)
+PARITY_CALLS ?= 2000
 
-.PHONY: run test quick lint bench clean
+.PHONY: run test quick parity lint bench clean
 
 run: $(RUN)
 	$(BIN)/gqa-tvm demo
@@ -15,6 +18,11 @@ test: $(DEV)
 
 quick: $(DEV)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+parity: $(DEV)
+	@echo "PARITY_SEED=$(PARITY_SEED) PARITY_CALLS=$(PARITY_CALLS)"
+	GQA_TVM_PARITY_SEED=$(PARITY_SEED) GQA_TVM_PARITY_CALLS=$(PARITY_CALLS) \
+		$(BIN)/python -m pytest -n 2 --dist worksteal tests/test_operator_matches_onnxruntime.py
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -38,6 +38,7 @@ class BlockSizes:
             (self.naive_q_block, self.lanes, "naive_q_block by lanes"),
             (self.q_block, self.sv_row_tile, "q_block by sv_row_tile"),
             (self.kv_block, self.qk_key_tile, "kv_block by qk_key_tile"),
+            (self.kv_block, self.lanes, "kv_block by lanes"),
             (self.decode_kv_block, self.lanes, "decode_kv_block by lanes"),
             (
                 self.decode_kv_block,

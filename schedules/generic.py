@@ -13,11 +13,16 @@ def schedule_append(sch: Schedule, sizes: BlockSizes) -> None:
     steps.parallelize_tasks(sch)
 
 
-def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, bias: bool) -> None:
-    # Rows as lanes read the bias with a stride: nothing to vectorise there.
-    names = ["softcap", "mask"] + (["bias"] if bias else [])
-    for name in names:
+def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, names: tuple[str, ...]) -> None:
+    for name in ("softcap", "mask", *names):
         steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+
+
+def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+    # The bias of a row is contiguous along the keys, where the rows are lanes here.
+    _schedule_scores(sch, sizes, suffix, ("bias_rows",))
+    add = intrinsics.register_transpose_add(sizes.lanes)
+    steps.transpose_by_tiles(sch, f"bias{suffix}", add, sizes.lanes)
 
 
 def _schedule_rows_last_softmax(sch: Schedule, sizes: BlockSizes) -> None:
@@ -30,10 +35,12 @@ def _schedule_rows_last_softmax(sch: Schedule, sizes: BlockSizes) -> None:
 def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     """Rows as lanes: register tiles for both products, vertical softmax."""
     steps.parallelize_tasks(sch)
+    copy = intrinsics.register_transpose(sizes.lanes)
+    steps.transpose_by_tiles(sch, "transpose_query", copy, sizes.lanes)
     for name in ("dequantize_k", "dequantize_v"):
         steps.decode_by_vectors(sch, name, sizes.lanes)
     steps.tile_qk_for_registers(sch, sizes)
-    _schedule_scores(sch, sizes, "", bias=False)
+    _schedule_rows_last_scores(sch, sizes, "")
     _schedule_rows_last_softmax(sch, sizes)
     steps.tile_sv_for_registers(sch, sizes)
 
@@ -43,7 +50,7 @@ def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
     schedule_flash_prefill(sch, sizes)
     steps.decode_by_vectors(sch, "dequantize_max", sizes.lanes)
     steps.tile_qk_for_registers(sch, sizes, "qk_max")
-    _schedule_scores(sch, sizes, "_max", bias=False)
+    _schedule_rows_last_scores(sch, sizes, "_max")
     steps.reduce_down_columns(sch, "row_max", sizes.lanes, sizes.reduction_vectors)
     steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
 
@@ -63,7 +70,7 @@ def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, colum
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
     _schedule_few_rows_qk(sch, sizes, row_tile, columns)
-    _schedule_scores(sch, sizes, "", bias=True)
+    _schedule_scores(sch, sizes, "", ("bias",))
     steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
     for name in ("block_max", "block_sum"):
         steps.reduce_along_row(sch, name, sizes.lanes)

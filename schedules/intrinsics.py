@@ -84,3 +84,84 @@ def register_lane_sum(rows: int, keys: int, lanes: int) -> str:
 
     TensorIntrin.register(name, description, implementation, override=True)
     return name
+
+
+def _exchange(rows: list, distance: int, lanes: int) -> list:
+    """Swap the off-diagonal quarters of every block of 2 x distance rows and lanes."""
+    result = list(rows)
+    low = [lane if not lane & distance else lanes + lane - distance for lane in range(lanes)]
+    high = [lane + distance if not lane & distance else lanes + lane for lane in range(lanes)]
+    for i in range(lanes):
+        if not i & distance:
+            pair = [rows[i], rows[i + distance]]
+            result[i] = _stack_vector(_shuffle(pair, low), lanes)
+            result[i + distance] = _stack_vector(_shuffle(pair, high), lanes)
+    return result
+
+
+def _emit_transpose(addend, source, target, lanes: int) -> None:
+    rows = [_stack_vector(source[r, T.ramp(0, 1, lanes)], lanes) for r in range(lanes)]
+    distance = lanes // 2
+    while distance:
+        rows = _exchange(rows, distance, lanes)
+        distance //= 2
+    for t, column in enumerate(rows):
+        index = T.ramp(0, 1, lanes)
+        value = column if addend is None else addend[t, index] + column
+        T.buffer_store(target, value, [t, index])
+
+
+def _describe_transpose(addend, source, target, lanes: int) -> None:
+    with T.grid(lanes, lanes) as (t, r):
+        with T.sblock("transpose"):
+            vt, vr = T.axis.spatial(lanes, t), T.axis.spatial(lanes, r)
+            value = source[vr, vt] if addend is None else addend[vt, vr] + source[vr, vt]
+            T.buffer_store(target, value, [vt, vr])
+
+
+def _tile(handle, lanes: int):
+    return T.match_buffer(handle, (lanes, lanes), "float32", offset_factor=1, align=4, strides=[T.int32(), 1])
+
+
+def register_transpose(lanes: int) -> str:
+    """Register out[t, r] = in[r, t] for a [lanes, lanes] tile; returns the intrinsic's name.
+
+    A network of log2(lanes) stages in registers: LLVM would gather with a stride instead.
+    """
+    name = f"gqa_transpose_w{lanes}"
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_tile(a, lanes))
+            C = T.meta_var(_tile(c, lanes))
+            with T.sblock("root"):
+                T.reads(A[0:lanes, 0:lanes])
+                T.writes(C[0:lanes, 0:lanes])
+                emit(None, A, C, lanes)
+
+        return body
+
+    TensorIntrin.register(name, function(_describe_transpose), function(_emit_transpose), override=True)
+    return name
+
+
+def register_transpose_add(lanes: int) -> str:
+    """Register out[t, r] = addend[t, r] + in[r, t], else as `register_transpose`."""
+    name = f"gqa_transpose_add_w{lanes}"
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(s: T.handle, a: T.handle, c: T.handle) -> None:
+            S = T.meta_var(_tile(s, lanes))
+            A = T.meta_var(_tile(a, lanes))
+            C = T.meta_var(_tile(c, lanes))
+            with T.sblock("root"):
+                T.reads(S[0:lanes, 0:lanes], A[0:lanes, 0:lanes])
+                T.writes(C[0:lanes, 0:lanes])
+                emit(S, A, C, lanes)
+
+        return body
+
+    TensorIntrin.register(name, function(_describe_transpose), function(_emit_transpose), override=True)
+    return name

@@ -175,6 +175,15 @@ def tile_sv_for_few_rows(sch: Schedule, sizes: BlockSizes, row_tile: int, padded
     sch.decompose_reduction(product, t_outer)
 
 
+def transpose_by_tiles(sch: Schedule, block_name: str, intrinsic: str, lanes: int) -> None:
+    """out[.., t, r] from in[.., r, t] by tiles of lanes x lanes in registers."""
+    t, r = _own_loops(sch, sch.get_sblock(block_name), 2)
+    t_outer, t_inner = sch.split(t, [None, lanes])
+    r_outer, r_inner = sch.split(r, [None, lanes])
+    sch.reorder(t_outer, r_outer, t_inner, r_inner)
+    sch.tensorize(t_inner, intrinsic)
+
+
 def reduce_along_row(sch: Schedule, block_name: str, lanes: int) -> None:
     """Reduce [t] of each row with the keys as lanes: lane-wise over the block, then across the lanes once."""
     _, t = _own_loops(sch, sch.get_sblock(block_name), 2)

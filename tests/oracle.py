@@ -81,11 +81,15 @@ def comparable_rows(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarr
 
     A padded row of a ragged prompt sees the keys of its window that exist, maybe none.
     onnxruntime's flash path does so; its naive path shows the row the last W keys of the entry.
+    Rows of query padding it may leave as it found them. (docs/differences.md#D4)
     """
     query, seqlens_k, total = (np.asarray(inputs[name]) for name in ("query", "seqlens_k", "total_sequence_length"))
     batch, new_tokens = query.shape[:2]
+    counts = inputs.get("query_seqlens")
+    if counts is not None:
+        return np.arange(new_tokens) < counts[:, None]
     rows = np.ones((batch, new_tokens), bool)
-    is_prompt = new_tokens == total and inputs.get("query_seqlens") is None
+    is_prompt = new_tokens == total and attributes.get("sliding_window_cache", 0) != 1
     has_window = attributes.get("local_window_size", -1) != -1
     if is_prompt and has_window and not _takes_flash(attributes, inputs, int(total.ravel()[0])):
         rows = np.arange(new_tokens) <= seqlens_k.reshape(batch, 1)
@@ -99,6 +103,8 @@ def _takes_flash(attributes: Mapping[str, Any], inputs: Mapping[str, np.ndarray 
         attributes.get("smooth_softmax", -1) == 1,
         attributes.get("qk_output", 0) != 0,
         inputs.get("head_sink") is not None,
+        # A float16 cache has no flash path.
+        np.asarray(inputs["query"]).dtype == np.float16 and attributes.get("k_quant_type", "NONE") == "NONE",
     )
     return total > 1 and not any(needs_naive)
 

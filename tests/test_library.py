@@ -13,7 +13,7 @@ from gqa_tvm.kernels import KernelSpec
 
 
 @pytest.mark.slow
-def test_build_load_and_refuse(tmp_path):
+def test_build_load_and_refuse(tmp_path):  # B138
     path = tmp_path / "libgqa.so"
     seen = []
     build(output=path, head_sizes=[64], progress=lambda done, total, name: seen.append((done, total)))

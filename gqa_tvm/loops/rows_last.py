@@ -74,21 +74,22 @@ def emit_sv(spec: KernelSpec, decode_v, sv, block: ValueBlock, largest, rows, p,
 
 
 def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):
+    """query_t [E, columns, rows]: the task's rows, ready to be multiplied by decoded keys."""
+    E = spec.cache_planes
     fold = T.sblock_alloc_buffer((spec.head_size,))
     row = T.sblock_alloc_buffer((spec.head_size,))
+    query = T.sblock_alloc_buffer((E, count, columns))
     fold_scale(fold, buffers.k_scale, n, spec.head_size, scalars.softmax_scale)
     with T.serial(0, count) as r:
-        load_query_row(
-            spec,
-            buffers,
-            scalars,
-            rows,
-            b,
-            r,
-            fold,
-            row,
-            lambda e, c, value: T.buffer_store(query_t, value, [e, c, r]),
-        )
+        store = lambda e, c, value: T.buffer_store(query, value, [e, r, c])  # noqa: E731
+        load_query_row(spec, buffers, scalars, rows, b, r, fold, row, store)
         for padding in range(spec.cache_columns, columns):
-            for e in range(spec.cache_planes):
-                T.buffer_store(query_t, T.float32(0), [e, padding, r])
+            for e in range(E):
+                store(e, padding, T.float32(0))
+    with T.sblock("transpose_query_step"):
+        T.reads(whole(query))
+        T.writes(whole(query_t))
+        with T.grid(E, columns, count) as (e, c, r):
+            with T.sblock("transpose_query"):
+                ve, vc, vr = T.axis.spatial(E, e), T.axis.spatial(columns, c), T.axis.spatial(count, r)
+                T.buffer_store(query_t, query[ve, vr, vc], [ve, vc, vr])

@@ -27,6 +27,50 @@ def _elementwise(name: str, block_scores, reads, value) -> None:
                 T.buffer_store(target, value(vi, vj, block_scores[vi, vj]), [vi, vj])
 
 
+def _bias_at(spec: KernelSpec, buffers: AttentionBuffers, rows: RowBlock, b, first_column):
+    """Function (row, key of the block, clamp) -> bias; clamped keys repeat the last column, for the mask to drop."""
+    last_column = buffers.bias.shape[3] - T.int64(1)
+    # An axis of extent 1 serves all entries or heads.
+    entry = tirx.min(tirx.Cast("int64", b), buffers.bias.shape[0] - T.int64(1))
+    last_head = buffers.bias.shape[1] - T.int64(1)
+
+    def bias(r, t, clamp: bool):
+        column = first_column + tirx.Cast("int64", t)
+        column = tirx.min(column, last_column) if clamp else column
+        head = tirx.min(tirx.Cast("int64", rows.head[r]), last_head)
+        return widen(buffers.bias[entry, head, tirx.Cast("int64", rows.token[r]), column], spec.query)
+
+    return bias
+
+
+def _add_bias(spec: KernelSpec, block_scores, buffers, rows: RowBlock, first_row, b, key_begin, rows_last, suffix):
+    """The bias of the block's keys; one block of statements for whole blocks, one for the last keys."""
+    keys, count = block_scores.shape if rows_last else reversed(block_scores.shape)
+    # Bias columns are positions in the sequence, whatever row of the cache holds the key.
+    first_column = T.bind(tirx.Cast("int64", key_begin + buffers.entries[b, ENTRY_ORIGIN]))
+    bias = _bias_at(spec, buffers, rows, b, first_column)
+    row_facts = (rows.head, rows.token)
+    gathered = T.sblock_alloc_buffer((count, keys)) if rows_last else None
+
+    def add(name: str, clamp: bool) -> None:
+        if gathered is None:
+            value = lambda i, j, s: scores.add_bias(s, bias(first_row + i, j, clamp))  # noqa: E731
+            _elementwise(name, block_scores, row_facts, value)
+        else:
+            # Row by row, as the bias lies in memory; a transpose follows.
+            value = lambda i, j, _: bias(first_row + i, j, clamp)  # noqa: E731
+            _elementwise(name.replace("bias", "bias_rows", 1), gathered, row_facts, value)
+
+    with T.If(first_column + T.int64(int(keys)) <= buffers.bias.shape[3]):
+        with T.Then():
+            add(f"bias{suffix}", clamp=False)
+        with T.Else():
+            add(f"bias_tail{suffix}", clamp=True)
+    if gathered is not None:
+        value = lambda i, j, s: scores.add_bias(s, gathered[j, i])  # noqa: E731
+        _elementwise(f"bias{suffix}", block_scores, (gathered,), value)
+
+
 def block_is_visible(rows: RowBlock, key_begin, extent: int):
     """Whether every row of the task sees every key of a block."""
     return tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
@@ -61,33 +105,9 @@ def process_scores(
                 lambda i, j, s: scores.softcap(s, scalars.softcap),
             )
 
-    bias_keys = buffers.bias.shape[3]
-    # An axis of extent 1 serves all entries or heads.
-    entry = tirx.min(tirx.Cast("int64", b), buffers.bias.shape[0] - T.int64(1))
-    last_head = buffers.bias.shape[1] - T.int64(1)
-    # Bias columns are positions in the sequence, whatever row of the cache holds the key.
-    first_column = tirx.Cast("int64", key_begin + buffers.entries[b, ENTRY_ORIGIN])
-
-    def biased(clamp: bool):
-        def value(i, j, score):
-            r, t = row_and_key(i, j)
-            key = first_column + tirx.Cast("int64", t)
-            # Keys at or past T are masked below; their bias does not exist.
-            key = tirx.min(key, bias_keys - T.int64(1)) if clamp else key
-            head = tirx.min(tirx.Cast("int64", rows.head[r]), last_head)
-            where = [head, tirx.Cast("int64", rows.token[r]), key]
-            return scores.add_bias(score, widen(buffers.bias[entry, where[0], where[1], where[2]], spec.query))
-
-        return value
-
-    row_facts = (rows.head, rows.token, buffers.entries)
     with T.If(scalars.has_bias != 0):
         with T.Then():
-            with T.If(first_column + T.int64(extent) <= bias_keys):
-                with T.Then():
-                    _elementwise(f"bias{suffix}", block_scores, row_facts, biased(clamp=False))
-                with T.Else():
-                    _elementwise(f"bias_tail{suffix}", block_scores, row_facts, biased(clamp=True))
+            _add_bias(spec, block_scores, buffers, rows, first_row, b, key_begin, rows_last, suffix)
 
     with T.If(tirx.Not(block_is_visible(rows, key_begin, extent))):
         with T.Then():
