@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import primitives
 from .build import build
+from .cache_buffers import KVCache
 from .errors import BuildError, InvalidArgument
 from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
 from .runtime import KernelLibrary, load
@@ -13,6 +14,7 @@ __all__ = [
     "GroupQueryAttention",
     "GroupQueryAttentionResult",
     "InvalidArgument",
+    "KVCache",
     "KernelLibrary",
     "Plan",
     "build",

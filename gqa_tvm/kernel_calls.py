@@ -190,7 +190,8 @@ def _no_partial(spec: KernelSpec, sizes: BlockSizes) -> np.ndarray:
 
 def _partial_states(problem: Problem, spec: KernelSpec, sizes: BlockSizes, chunks: int) -> np.ndarray:
     """Scratch for the softmax states of every chunk of every task."""
-    rows = -(-sizes.decode_rows // spec.row_tile) * spec.row_tile
-    groups = -(-problem.sequence_length * problem.group_size // rows)
+    all_rows = problem.sequence_length * problem.group_size
+    rows = min(-(-sizes.decode_rows // spec.row_tile) * spec.row_tile, all_rows)
+    groups = -(-all_rows // rows)
     shape = (problem.batch_size, problem.kv_num_heads, groups, chunks, rows, _state_width(spec, sizes))
     return aligned_empty(shape, np.float32)

@@ -127,6 +127,11 @@ def prepare_presents(
     # Bounds alone would refuse keys and values interleaved in one buffer.
     if np.may_share_memory(keys.array, values.array) and np.shares_memory(keys.array, values.array):
         raise InvalidArgument("Outputs 'present_key' and 'present_value' share memory")
+    for name, present, other in (("key", keys, values), ("value", values, keys)):
+        # The rows of one are moved before those of the other are read.
+        if present.in_place and not other.in_place and other.past is not None:
+            if np.shares_memory(present.array, other.past):
+                raise InvalidArgument(f"Output 'present_{name}' shares memory with the other past array")
     return keys, values
 
 

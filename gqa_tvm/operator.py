@@ -64,10 +64,7 @@ class GroupQueryAttention:
         if library is not None and target is not None:
             raise InvalidArgument(f"give library={library!r} or target={target!r}, not both: a library has its target")
         if target is not None:
-            try:
-                require_runnable(target)
-            except ValueError as error:
-                raise InvalidArgument(str(error)) from None
+            require_runnable(target)
         self._num_threads = num_threads or usable_cores()
         self._target, self._library_path = target, library
         self._naive_only = flash_disabled()

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+from .errors import InvalidArgument
+
 # target -> LLVM's view of it; variants are compiled for the family's baseline so that one library serves all its CPUs.
 _LLVM = {
     "generic": {"x86-64": "x86-64"},
@@ -80,14 +82,14 @@ def best_target() -> str:
 
 
 def require_runnable(target: str) -> None:
-    """ValueError that says why `target` cannot run here."""
+    """InvalidArgument that says why `target` cannot run here."""
     if target not in TARGETS:
-        raise ValueError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
+        raise InvalidArgument(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     if target not in FALLBACKS.get(architecture(), ("generic",)):
-        raise ValueError(f"target {target} is not for {architecture()}")
+        raise InvalidArgument(f"target {target} is not for {architecture()}")
     missing = missing_features(target)
     if missing:
-        raise ValueError(f"target {target} needs CPU features this machine lacks: {', '.join(sorted(missing))}")
+        raise InvalidArgument(f"target {target} needs CPU features this machine lacks: {', '.join(sorted(missing))}")
 
 
 def converts_float16(target: str) -> bool:

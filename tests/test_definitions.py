@@ -55,6 +55,12 @@ def test_softcap_is_cap_times_tanh():
     np.testing.assert_allclose(got, 5 * np.tanh(x.astype(np.float64) / 5), atol=2e-6)
 
 
+def test_softcap_keeps_the_digits_of_small_scores():
+    x = np.concatenate([np.geomspace(1e-6, 300, 2000), -np.geomspace(1e-6, 300, 2000)]).astype(np.float32)
+    got = _elementwise(lambda v: softcap(v, tvm.tirx.const(100.0, "float32")), x)
+    np.testing.assert_allclose(got, 100 * np.tanh(x.astype(np.float64) / 100), rtol=5e-7)
+
+
 def _float32_samples():
     """Every exponent, halfway cases and their neighbours, subnormals, infinities, NaN, both signs."""
     rng = np.random.default_rng(4)

@@ -41,6 +41,7 @@ def _touches(imports: set[str], modules: set[str]) -> set[str]:
         "runtime",
         "kernel_calls",
         "prepared_call",
+        "cache_buffers",
         "primitives",
         "kv_cache",
         "strategy",

@@ -106,14 +106,7 @@ def test_masked_bias_columns_are_never_read(window: int, value: float, cache: st
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(
-    "softcap",
-    [
-        *(0.5, 30.0, 300.0),
-        pytest.param(1e4, marks=pytest.mark.xfail(strict=True, reason="tanh of a small number loses its digits")),
-        pytest.param(1e30, marks=pytest.mark.xfail(strict=True, reason="tanh of a small number loses its digits")),
-    ],
-)
+@pytest.mark.parametrize("softcap", [0.5, 30.0, 300.0, 1e4, 1e30])
 def test_softcap_of_any_size(softcap: float, strategy: str) -> None:
     attributes, inputs = make_call("f32", tokens=3, total=140)
     attributes["softcap"] = softcap
@@ -150,7 +143,6 @@ def test_sinks_by_formula(cache: str, strategy: str) -> None:  # B39
         assert np.isnan(got[1]).all() and np.isfinite(got[[0, 2, 3]]).all()
 
 
-@pytest.mark.xfail(strict=True, reason="0 times a factor that such a sink makes NaN")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("sink", [np.nan, np.inf])
 @pytest.mark.parametrize("rest", ["padding of a chunk", "padding of a windowed prompt"])

@@ -12,14 +12,29 @@ def masked_score():
     return tirx.const(float("-inf"), "float32")
 
 
+# Cephes tanhf: tanh x = x + x^3 P(x^2) for |x| < 0.625.
+_TANH_COEFFICIENTS = (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1)
+_TANH_SMALL = 0.625
+
+
 def softcap(score, cap):
-    """cap * tanh(score / cap), tanh through exp(-2|x|): odd, exact at 0, saturating without overflow."""
-    x, decay, magnitude = (tirx.Var(name, "float32") for name in ("x", "decay", "magnitude"))
+    """cap * tanh(score / cap): odd, exact at 0, saturating without overflow.
+
+    tanh by a polynomial near 0, where (1 - e) / (1 + e) with e = exp(-2|x|) would cancel, and by that form beyond.
+    """
+    x, decay, square, magnitude = (tirx.Var(name, "float32") for name in ("x", "decay", "square", "magnitude"))
     one, zero = tirx.const(1.0, "float32"), tirx.const(0.0, "float32")
-    capped = cap * tirx.Select(x < zero, zero - magnitude, magnitude)
+    polynomial = tirx.const(_TANH_COEFFICIENTS[0], "float32")
+    for coefficient in _TANH_COEFFICIENTS[1:]:
+        polynomial = polynomial * square + tirx.const(coefficient, "float32")
+    small = x + x * square * polynomial
+    large = tirx.Select(x < zero, zero - magnitude, magnitude)
+    is_small = tirx.abs(x) < tirx.const(_TANH_SMALL, "float32")
+    capped = cap * tirx.Select(is_small, small, large)
     capped = tirx.Let(magnitude, (one - decay) / (one + decay), capped)
     exponential = exp_nonpositive(tirx.abs(x) * tirx.const(-2.0, "float32"))
-    return tirx.Let(x, score / cap, tirx.Let(decay, exponential, capped))
+    capped = tirx.Let(square, x * x, tirx.Let(decay, exponential, capped))
+    return tirx.Let(x, score / cap, capped)
 
 
 def add_bias(score, bias):

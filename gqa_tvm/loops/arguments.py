@@ -79,8 +79,10 @@ def declare_rotary(spec: KernelSpec, positions, cos, sin):
     rows, columns = dimension("rotary_rows"), dimension("rotary_columns")
     return (
         buffer_parameter("positions", positions, (batch, tokens), "int64"),
-        buffer_parameter("cos", cos, (rows, columns), STORAGE_DTYPES[spec.query]),
-        buffer_parameter("sin", sin, (rows, columns), STORAGE_DTYPES[spec.query]),
+        *(
+            buffer_parameter(name, table, (rows, columns), STORAGE_DTYPES[spec.query], ("row", T.int64(1)))
+            for name, table in (("cos", cos), ("sin", sin))
+        ),
     )
 
 

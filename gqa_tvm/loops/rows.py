@@ -189,7 +189,8 @@ def load_query_row(spec: KernelSpec, buffers, scalars, block: RowBlock, b, r, fo
 def row_factor(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionScalars, head, m, l, state):
     """state[0] = factor that turns acc of a row with state (m, l) into probabilities times values; state: [4] scratch.
 
-    A sink joins the denominator here, once: l' = l exp(m - m') + exp(sink - m') with m' = max(m, sink).
+    A sink joins the denominator here, once: l' = l exp(m - m') + exp(sink - m') with m' = max(m, sink). A row that has
+    seen nothing (l = 0) has factor 0 whatever its sink is.
     """
     with T.If(scalars.sink == SINK_NONE):
         with T.Then():
@@ -203,6 +204,7 @@ def row_factor(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionSc
             T.buffer_store(state, weight(m, state[2]), [0])
             T.buffer_store(state, l * state[0] + weight(state[1], state[2]), [3])
             T.buffer_store(state, normalise(state[0], state[3]), [0])
+            T.buffer_store(state, tirx.Select(l == T.float32(0), T.float32(0), state[0]), [0])
 
 
 def store_output_row(spec: KernelSpec, buffers, block: RowBlock, b, r, accumulator, factor, fold):

@@ -54,6 +54,7 @@ def attend(
             bias = 0.0 if rules.bias is None else rules.bias[b, :, s, seen].astype(np.float64)
             scores = process_scores(dots.reshape(heads, -1), rules, bias)
             weights = softmax(scores, rules.sink)
+            weights[np.isneginf(scores).all(axis=-1)] = 0.0
             weighted = weights.reshape(dots.shape)
             has_weight = weighted.any(axis=-1, keepdims=True)
             output[b, s] = np.where(has_weight, weighted @ entry_values[:, rows], 0.0)
