@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from numbers import Real
@@ -62,6 +63,10 @@ class Attributes:
             object.__setattr__(self, name, _real(name, getattr(self, name)))
         for name in _EPSILONS:
             object.__setattr__(self, name, _epsilon(name, getattr(self, name)))
+        if not math.isfinite(self.scale):
+            raise InvalidArgument(f"Attribute 'scale' must be finite, got {self.scale}.")
+        if math.isinf(self.softcap) and self.softcap > 0:
+            raise InvalidArgument(f"Attribute 'softcap' must be finite, got {self.softcap}.")
         _check_heads(self)
         _check_causal(self)
         for name in ("k_quant_type", "v_quant_type"):
@@ -123,7 +128,7 @@ class Attributes:
 
 def _integer(name: str, value: object) -> int:
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
+        number = int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
         came = type(value).__name__
         raise InvalidArgument(f"Attribute '{name}' must be an integer, got {came}.") from None

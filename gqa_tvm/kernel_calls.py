@@ -46,7 +46,8 @@ def _stored(array: np.ndarray | None) -> np.ndarray:
 
 
 def _flat_scale(scale: np.ndarray | None) -> np.ndarray:
-    return _ONE if scale is None else required(scale.reshape(-1))
+    assert scale is not None
+    return required(scale.reshape(-1))
 
 
 class CallScalars(NamedTuple):
@@ -89,13 +90,16 @@ class ArgumentForms(NamedTuple):
     stand_ins: StandIns
     no_weight: np.ndarray
     direct: bool
+    quantized: bool
 
     @staticmethod
     def of(attributes: Attributes, inputs: Inputs, problem: Problem, query_format: FloatFormat) -> ArgumentForms:
         dtype = _STORED[query_format]
         stand_ins = StandIns(np.zeros((1, 1), dtype), np.zeros((1, 1, 1, 1), dtype), np.zeros(1, dtype))
         scalars = CallScalars.of(attributes, inputs, problem)
-        return ArgumentForms(scalars, stand_ins, np.zeros(problem.head_size, dtype), _can_be_taken_as_is(inputs))
+        return ArgumentForms(
+            scalars, stand_ins, np.zeros(problem.head_size, dtype), _can_be_taken_as_is(inputs), attributes.is_quantized
+        )
 
 
 def _can_be_taken_as_is(inputs: Inputs) -> bool:
@@ -134,7 +138,8 @@ class AttentionCall:
             rotary = (problem.positions, take(i.cos_cache), take(i.sin_cache))
         if not direct:
             caches, output = (as_bits(caches[0]), as_bits(caches[1])), as_bits(output)
-        scales = (_flat_scale(i.k_scale), _flat_scale(i.v_scale))
+        # Scales of a float cache are accepted and mean nothing.
+        scales = (_flat_scale(i.k_scale), _flat_scale(i.v_scale)) if forms.quantized else (_ONE, _ONE)
         self.scalars, self.problem, self.entries = forms.scalars, problem, entries
         if problem.kv_sequence_length:
             key_norm = none if i.k_norm_weight is None else take(i.k_norm_weight)

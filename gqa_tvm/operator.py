@@ -159,7 +159,9 @@ class GroupQueryAttention:
         values.finish()
         self.last_plan = attention.plan
         if output_qk is not None:
-            output_qk = output_qk.astype(problem.query_dtype, copy=False)
+            # Scores beyond float16 are infinite there, as they are for ONNX Runtime.
+            with np.errstate(over="ignore"):
+                output_qk = output_qk.astype(problem.query_dtype, copy=False)
         flat = output.reshape(problem.batch_size, problem.sequence_length, -1)
         return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
 
