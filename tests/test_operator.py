@@ -205,3 +205,22 @@ def test_plan_and_forced_strategies(monkeypatch):
     op = GroupQueryAttention(**attributes)
     op(**inputs)
     assert op.last_plan.strategy.value == "naive"
+
+
+@pytest.mark.parametrize("shared", ["key", "value"])
+@pytest.mark.parametrize("phase", ["prompt", "token", "chunk", "padded chunk", "sliding", "sliding staged"])
+def test_only_one_of_key_and_value_in_place(phase, shared):
+    tokens = {"token": 1, "sliding": 1}.get(phase, 9)
+    total = 9 if phase == "prompt" else 30
+    attributes, inputs = make_call("i8", tokens=tokens, total=total, capacity=12 if "sliding" in phase else 40)
+    if "sliding" in phase:
+        attributes |= {"sliding_window_cache": 1, "local_window_size": 10}
+    if phase == "padded chunk":
+        inputs["query_seqlens"] = np.array([5], np.int32)
+    wanted = {in_place: expected(attributes, inputs, in_place=in_place) for in_place in (False, True)}
+    got = GroupQueryAttention(**attributes)(**inputs, **{f"present_{shared}": inputs[f"past_{shared}"]})
+    assert_close(got.output, wanted[True].output)
+    assert getattr(got, f"present_{shared}") is inputs[f"past_{shared}"]
+    for side in ("key", "value"):
+        name = f"present_{side}"
+        np.testing.assert_array_equal(getattr(got, name), getattr(wanted[side == shared], name))

@@ -1,0 +1,103 @@
+"""Time the operator beside onnxruntime (and PyTorch where installed): right results first, then calls in turns.
+
+    python bench/run.py --selection quick
+    python bench/run.py --selection documentation --threads 1 2 --json docs/performance/results.jsonl
+
+Prints a Markdown table per number of threads. Exits with 1 when a result of this project was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+from calls import make_call, make_gemm
+from contenders import Contender, gemm_contenders, operator_contenders
+from gate import WrongResult, check_gemm, check_operator
+from limits import Limits, measure_limits
+from report import Record, limits_record, machine_lines, machine_record, row_record, row_table
+from timing import sample
+from workloads import SELECTIONS, Workload
+
+
+def measure(workload: Workload, limits: Limits, seconds: float) -> Record:
+    """The record of a workload. Raises WrongResult, and then nothing was timed."""
+    return row_record(workload, limits, sample(_right_contenders(workload, limits.threads), seconds))
+
+
+def _right_contenders(workload: Workload, threads: int) -> list[Contender]:
+    if workload.is_gemm:
+        gemms = [make_gemm(workload, seed) for seed in range(workload.copies)]
+        contenders = gemm_contenders(workload, gemms, threads)
+        check_gemm(workload, gemms[0], contenders)
+        return contenders
+    calls = [make_call(workload, seed) for seed in range(workload.copies)]
+    return check_operator(workload, calls[0], operator_contenders(workload, calls, threads))
+
+
+def _show_progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"{text:80}", end="\r", file=sys.stderr, flush=True)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--selection", choices=SELECTIONS, default="quick")
+    parser.add_argument("--filter", default="", help="regular expression that names of rows must contain")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1])
+    parser.add_argument("--seconds-per-row", type=float, default=2.0, help="besides the check; at least 3 rounds")
+    parser.add_argument("--json", type=Path, help="file of JSON lines to write")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    workloads = [w for w in SELECTIONS[arguments.selection] if re.search(arguments.filter, w.name)]
+    if not workloads:
+        print(f"no row of {arguments.selection} contains {arguments.filter!r}", file=sys.stderr)
+        return 2
+    if arguments.json is None:
+        return _run(workloads, arguments, None)
+    arguments.json.parent.mkdir(parents=True, exist_ok=True)
+    with arguments.json.open("w") as file:
+        return _run(workloads, arguments, file)
+
+
+def _run(workloads: Sequence[Workload], arguments: argparse.Namespace, file: TextIO | None) -> int:
+    def write(record: Record) -> None:
+        if file is not None:
+            print(json.dumps(record), file=file, flush=True)
+
+    machine = machine_record()
+    write(machine)
+    print(machine_lines([machine]), flush=True)
+    wrong = []
+    for threads in arguments.threads:
+        limits = measure_limits(threads)
+        write(limits_record(limits))
+        print(f"\n{machine_lines([limits_record(limits)])}\n", flush=True)
+        rows = []
+        for number, workload in enumerate(workloads, 1):
+            _show_progress(f"[{number}/{len(workloads)}] {workload.name}")
+            try:
+                rows.append(measure(workload, limits, arguments.seconds_per_row))
+            except WrongResult as error:
+                wrong.append(f"{workload.name}: {error}")
+                print(f"\n{wrong[-1]}; not timed", file=sys.stderr, flush=True)
+            else:
+                write(rows[-1])
+        _show_progress("")
+        if rows:
+            print(row_table(rows), flush=True)
+    if wrong:
+        print("\nWrong results, not timed:\n" + "\n".join(wrong))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
