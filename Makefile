@@ -29,7 +29,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 
 bench: $(DEV)
-	$(BIN)/python bench/against_onnxruntime.py
+	$(BIN)/python bench/run.py --selection quick
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,4 +1,4 @@
-"""Who is timed: this project, onnxruntime's two paths, and PyTorch where it is installed."""
+"""Who is timed: this project, onnxruntime's two paths, and PyTorch when asked for."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def gemm_contenders(workload: Workload, gemms: list[Gemm], threads: int) -> list
     return [Contender(OURS, runs, lambda: results["output"], writes_cache=False)]
 
 
-def operator_contenders(workload: Workload, calls: list[Call], threads: int) -> list[Contender]:
+def operator_contenders(
+    workload: Workload, calls: list[Call], threads: int, with_torch: bool = False
+) -> list[Contender]:
     """Everyone who can run the call, this project first. All write the same rows into the same buffers."""
     contenders = [_ours(OURS, calls, threads, "auto")]
     if workload.paths:
@@ -66,7 +68,7 @@ def operator_contenders(workload: Workload, calls: list[Call], threads: int) -> 
         contenders.append(_onnxruntime(ORT_NAIVE, calls, threads, disable_flash=True))
         if _onnxruntime_has_flash(workload):
             contenders.append(_onnxruntime(ORT_FLASH, calls, threads, disable_flash=False))
-    if _torch_takes(workload):
+    if with_torch and _torch_takes(workload):
         contenders.append(_torch(workload, calls, threads))
     return contenders
 
@@ -118,9 +120,7 @@ def onnxruntime_session(call: Call, threads: int, disable_flash: bool) -> Any:
     present = [name for name in _ORT_INPUTS if name in call.inputs]
     types = {name: helper.np_dtype_to_tensor_dtype(call.inputs[name].dtype) for name in present}
     names = [name if name in types else "" for name in _ORT_INPUTS]
-    node = helper.make_node(
-        "GroupQueryAttention", names, list(_ORT_OUTPUTS), domain="com.microsoft", **call.attributes
-    )
+    node = helper.make_node("GroupQueryAttention", names, list(_ORT_OUTPUTS), domain="com.microsoft", **call.attributes)
     output_types = (types["query"], types["past_key"], types["past_value"])
     graph = helper.make_graph(
         [node],
@@ -170,13 +170,13 @@ def _onnxruntime(name: str, calls: list[Call], threads: int, disable_flash: bool
 def _torch_takes(workload: Workload) -> bool:
     is_plain = not workload.feature and workload.window < 0 and not workload.ragged
     is_float = workload.cache == workload.query
-    if workload.operation == "chunk" or not (is_plain and is_float):
-        return False
-    return importlib.util.find_spec("torch") is not None
+    return workload.operation != "chunk" and is_plain and is_float
 
 
 def _torch(workload: Workload, calls: list[Call], threads: int) -> Contender:
-    """scaled_dot_product_attention over the filled cache: it appends nothing, and reads each KV head per group."""
+    """scaled_dot_product_attention over the filled cache; it appends nothing."""
+    # OpenMP's threads spin on after a call, unless they are told before they start.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     import torch
 
     torch.set_num_threads(threads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import os
 import shutil
@@ -17,7 +18,7 @@ WORKING_SETS = (MIB // 2, 2 * MIB, 8 * MIB, 16 * MIB, 32 * MIB, 64 * MIB, 256 * 
 _SOURCE = Path(__file__).with_name("limits.c")
 # The widest vectors first; what every compiler takes last.
 _FLAGS = (["-O3", "-march=native"], ["-O3", "-mcpu=native"], ["-O2"])
-_FMA_REPEATS = 2_000_000
+_FMA_REPEATS = 4_000_000
 _READ_BYTES = 512 * MIB
 _ATTEMPTS = 5
 
@@ -35,7 +36,7 @@ class Limits:
         sizes = sorted(self.bandwidths)
         if working_set <= sizes[0]:
             return self.bandwidths[sizes[0]]
-        for low, high in zip(sizes, sizes[1:], strict=False):
+        for low, high in itertools.pairwise(sizes):
             if working_set <= high:
                 share = math.log(working_set / low) / math.log(high / low)
                 return self.bandwidths[low] ** (1 - share) * self.bandwidths[high] ** share
@@ -47,17 +48,16 @@ class Limits:
 
 
 def measure_limits(threads: int) -> Limits:
-    """Best of several attempts each. Raises RuntimeError without a C compiler."""
+    """Best of several attempts each, as disturbance only takes away. Raises RuntimeError without a C compiler."""
     with tempfile.TemporaryDirectory() as folder:
         library = _compile(Path(folder))
-        flops = max(library.peak_flops(threads, _FMA_REPEATS) for _ in range(_ATTEMPTS))
-        bandwidths = {size: _best_bandwidth(library, size, threads) for size in WORKING_SETS}
+        flops, bandwidths = 0.0, dict.fromkeys(WORKING_SETS, 0.0)
+        for _ in range(_ATTEMPTS):
+            flops = max(flops, library.peak_flops(threads, _FMA_REPEATS))
+            for size, best in bandwidths.items():
+                repeats = max(1, _READ_BYTES // size)
+                bandwidths[size] = max(best, library.read_bandwidth(size, threads, repeats))
     return Limits(threads, flops, bandwidths)
-
-
-def _best_bandwidth(library: ctypes.CDLL, size: int, threads: int) -> float:
-    repeats = max(1, _READ_BYTES // size)
-    return max(library.read_bandwidth(size, threads, repeats) for _ in range(_ATTEMPTS))
 
 
 def _compile(folder: Path) -> ctypes.CDLL:

@@ -112,9 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         contender, cache, tokens, threads = arguments.one
         print(json.dumps(peak_of_call(contender, cache, int(tokens), int(threads))))
         return 0
-    records = [
-        measure(cache, arguments.tokens, threads) for threads in arguments.threads for cache in arguments.caches
-    ]
+    records = [measure(cache, arguments.tokens, threads) for threads in arguments.threads for cache in arguments.caches]
     print(memory_table(records))
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

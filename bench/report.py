@@ -37,8 +37,10 @@ def limits_record(limits: Limits) -> Record:
     }
 
 
-def row_record(workload: Workload, limits: Limits, samples: Mapping[str, Sequence[float]]) -> Record:
-    """A timed workload. samples: seconds by contender, round by round."""
+def row_record(
+    workload: Workload, limits: Limits, samples: Mapping[str, Sequence[float]], others: float = 0.0
+) -> Record:
+    """A timed workload. samples: seconds by contender, round by round; others: cores that others kept busy."""
     spreads = {name: Spread.of(values) for name, values in samples.items()}
     paths = [name for name in (ORT_FLASH, ORT_NAIVE) if name in spreads]
     best = min(paths, key=lambda name: spreads[name].median, default=None)
@@ -51,7 +53,7 @@ def row_record(workload: Workload, limits: Limits, samples: Mapping[str, Sequenc
         "flops": workload.flops,
         "read_bytes": workload.read_bytes,
         "limit": limits.seconds(workload.flops, workload.read_bytes, workload.working_set),
-        "load": os.getloadavg()[0],
+        "others": others,
         "seconds": {name: spread._asdict() for name, spread in spreads.items()},
         "best_onnxruntime": best,
         "ratio": ratio,
@@ -134,7 +136,8 @@ def memory_table(records: Sequence[Record]) -> str:
 
 
 def _mib(size: int | None) -> str:
-    return "-" if size is None else significant(size / 2**20)
+    # A page that was free before the call may be taken again: a little below 0 is 0.
+    return "-" if size is None else significant(max(size, 0) / 2**20)
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from contenders import Contender
 
+Clock = Callable[[], float]
+
 MIN_ROUNDS = 3
 MAX_ROUNDS = 400
 # Short calls are timed several at once, after one that is not: whoever ran before has emptied the CPU's caches of code.
@@ -34,8 +36,13 @@ class Spread(NamedTuple):
         return Spread(median, low, high, len(samples))
 
 
-def sample(contenders: Sequence[Contender], seconds: float) -> dict[str, list[float]]:
-    """Seconds a call by contender; entry i of each list belongs to round i.
+def clock_for(threads: int) -> Clock:
+    """CPU time of the process for one thread, which does not count what other processes take; else the wall clock."""
+    return time.process_time if threads == 1 else time.perf_counter
+
+
+def sample(contenders: Sequence[Contender], seconds: float, clock: Clock = time.perf_counter) -> dict[str, list[float]]:
+    """Seconds of `clock` a call by contender; entry i of each list belongs to round i.
 
     Rounds go on for `seconds`, at least MIN_ROUNDS. The contender that begins a round changes from one to the next, and
     each goes through the copies of the inputs at another place, so that nobody finds what another has just read.
@@ -44,7 +51,7 @@ def sample(contenders: Sequence[Contender], seconds: float) -> dict[str, list[fl
     for place, contender in enumerate(contenders):
         first = place * len(contender.runs) // len(contenders)
         streams[contender.name] = itertools.cycle([*contender.runs[first:], *contender.runs[:first]])
-    turns = {name: _Turn.of(stream) for name, stream in streams.items()}
+    turns = {name: _Turn.of(stream, clock) for name, stream in streams.items()}
     samples: dict[str, list[float]] = {name: [] for name in streams}
     names = list(streams)
     deadline = time.perf_counter() + seconds
@@ -61,21 +68,22 @@ class _Turn(NamedTuple):
     """What a contender does in a round: calls that are not timed, then calls that are."""
 
     stream: Iterator[Callable[[], Any]]
+    clock: Clock
     untimed: int
     timed: int
 
     @staticmethod
-    def of(stream: Iterator[Callable[[], Any]]) -> _Turn:
-        seconds = _Turn(stream, 0, 1).take()
+    def of(stream: Iterator[Callable[[], Any]], clock: Clock) -> _Turn:
+        seconds = _Turn(stream, clock, 0, 1).take()
         timed = max(1, min(_MAX_CALLS_PER_SAMPLE, int(_SAMPLE_SECONDS / max(seconds, 1e-9))))
-        return _Turn(stream, int(seconds < _SHORT_SECONDS), timed)
+        return _Turn(stream, clock, int(seconds < _SHORT_SECONDS), timed)
 
     def take(self) -> float:
         """Seconds a call."""
         for _ in range(self.untimed):
             next(self.stream)()
         calls = [next(self.stream) for _ in range(self.timed)]
-        start = time.perf_counter()
+        start = self.clock()
         for call in calls:
             call()
-        return (time.perf_counter() - start) / self.timed
+        return (self.clock() - start) / self.timed

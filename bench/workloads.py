@@ -201,7 +201,7 @@ def _quick() -> list[Workload]:
 
 
 def _documentation() -> list[Workload]:
-    """What docs/performance.md shows."""
+    """What docs/performance.md shows of one thread."""
     plain = ("i8", "i8c", "i4", "f32")
     return [
         *(prefill("i8", total, paths=True) for total in _LENGTHS),
@@ -222,6 +222,22 @@ def _documentation() -> list[Workload]:
     ]
 
 
+def _scaling() -> list[Workload]:
+    """What docs/performance.md shows of several threads; all of it is in the documentation, too."""
+    plain = ("f32", "i8", "i4")
+    return [
+        *(prefill("i8", total, paths=True) for total in _LENGTHS[:3]),
+        *(prefill(c, 512, query=_query_of(c)) for c in _CACHES),
+        *(decode("i8", total, paths=True) for total in (*_LENGTHS, 32768)),
+        *(decode(c, total, query=_query_of(c)) for total, c in product((4096, 32768), _CACHES)),
+        *(decode(c, 4096, *heads) for heads, c in product(_SHAPES[1:], plain)),
+        decode("i8", 2048, batch=4),
+        *(decode(c, 1024, batch=64, ragged=True) for c in ("f32", "i8")),
+        *(decode(c, 4096, cold=True) for c in plain),
+        *(chunk("i8", tokens, 4096) for tokens in (4, 16)),
+    ]
+
+
 def _unique(workloads: list[Workload]) -> tuple[Workload, ...]:
     """Each name once; the first with a name stays."""
     by_name: dict[str, Workload] = {}
@@ -237,6 +253,7 @@ SELECTIONS: dict[str, tuple[Workload, ...]] = {
     "prefill": _unique(_prefills()),
     "features": _unique(_features()),
     "documentation": _unique(_documentation()),
+    "scaling": _unique(_scaling()),
 }
 SELECTIONS["all"] = _unique(
     [*_onnxruntimes_own(), *_gemms(), *_decodes(), *_prefills(), *_features(), *_quick(), *_documentation()]

@@ -37,7 +37,8 @@ class KernelSpec:
     """What is fixed when a kernel is compiled; every other size is a run-time number.
 
     query: format of query, key, value, output and what comes with them; cache: format of the stored rows.
-    head_size: H. row_tile: rows that share a register tile, flash_decode and the GEMMs only (0 elsewhere).
+    head_size: H. row_tile: rows that share a register tile in flash_decode and the GEMMs, rows of a task in
+    flash_prefill where it is not the usual q_block (0 elsewhere).
     """
 
     operation: Operation
@@ -94,4 +95,15 @@ def decode_row_tile(tokens: int, group_size: int) -> int:
     if tokens == 1:
         return row_tile_for(group_size)
     rows = tokens * group_size
-    return min(_TOKEN_TILES, key=lambda tile: -(-rows // tile) * tile)
+    return min(_TOKEN_TILES, key=lambda tile: _padded(rows, tile))
+
+
+def prefill_row_block(rows: int, q_block: int, small_q_blocks: tuple[int, ...]) -> int:
+    """The rows of a flash_prefill task as a KernelSpec has them: a small number where it leaves fewer rows empty."""
+    # Larger tasks decode every key for more rows: a small gain is none.
+    small = min(small_q_blocks, key=lambda block: _padded(rows, block), default=q_block)
+    return small if 10 * _padded(rows, small) <= 9 * _padded(rows, q_block) else 0
+
+
+def _padded(rows: int, block: int) -> int:
+    return -(-rows // block) * block

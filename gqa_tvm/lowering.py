@@ -43,10 +43,13 @@ def scheduled_module(spec: KernelSpec, target: str, sizes: BlockSizes) -> tvm.IR
         "qk_gemm": qk_gemm,
         "sv_gemm": sv_gemm,
     }
+    if spec.operation == "flash_prefill" and spec.row_tile:
+        sizes = sizes.with_q_block(spec.row_tile)
     function = append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
     schedule = s_tir.Schedule(tvm.IRModule({spec.name: function}))
     schedule.work_on(spec.name)
-    arguments = (spec.row_tile, spec.cache_columns) if spec.row_tile else ()
+    few_rows = spec.operation in ("flash_decode", "qk_gemm", "sv_gemm")
+    arguments = (spec.row_tile, spec.cache_columns) if few_rows else ()
     getattr(schedules, f"schedule_{spec.operation}")(schedule, sizes, *arguments)
     return schedule.mod
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .attributes import Attributes
 from .kernel_calls import ArgumentForms
-from .kernels import FORMATS, KernelSpec, decode_row_tile
+from .kernels import FORMATS, KernelSpec, decode_row_tile, prefill_row_block
 from .runtime import KernelLibrary
 from .schedules.block_sizes import BlockSizes
 from .strategy import Choice, Strategy, StrategyRules
@@ -78,9 +78,11 @@ class PreparedCall:
 
     def _choose(self, problem: Problem) -> Attention:
         choice = self._rules.choose(self._attributes, problem)
-        spec = replace(self._append, operation="flash_prefill")
+        sizes, rows = self.sizes, problem.sequence_length * problem.group_size
+        row_block = prefill_row_block(rows, sizes.q_block, sizes.small_q_blocks)
+        spec = replace(self._append, operation="flash_prefill", row_tile=row_block)
         if choice.strategy is Strategy.NAIVE:
-            spec = replace(spec, operation="naive")
+            spec = replace(spec, operation="naive", row_tile=0)
         elif choice.few_rows:
             tile = decode_row_tile(problem.sequence_length, problem.group_size)
             spec = replace(spec, operation="flash_decode", row_tile=tile)

@@ -64,7 +64,7 @@ class StrategyRules:
         Raises InvalidArgument if a forced strategy cannot run.
         """
         rows = problem.sequence_length * problem.group_size
-        few_rows = rows <= self.sizes.decode_rows or problem.sequence_length == 1
+        few_rows = rows <= self.sizes.few_rows or problem.sequence_length == 1
         if self.wanted is not Strategy.AUTO:
             return _forced(self.wanted, attributes, few_rows)
         if attributes.qk_output:

@@ -19,38 +19,42 @@ def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, names: tuple
 
 
 def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+    steps.decode_once(sch, f"dequantize_k{suffix}", sizes)
+    steps.tile_qk_for_registers(sch, sizes, f"qk{suffix}")
     # The bias of a row is contiguous along the keys, where the rows are lanes here.
     _schedule_scores(sch, sizes, suffix, ("bias_rows",))
     add = intrinsics.register_transpose_add(sizes.lanes)
     steps.transpose_by_tiles(sch, f"bias{suffix}", add, sizes.lanes)
 
 
-def _schedule_rows_last_softmax(sch: Schedule, sizes: BlockSizes) -> None:
+def _schedule_rows_last_block(sch: Schedule, sizes: BlockSizes, suffix: str = "") -> None:
+    _schedule_rows_last_scores(sch, sizes, suffix)
     for name in ("m_new", "alpha", "p", "l_new", "m_out"):
-        steps.vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
+        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
     for name in ("block_max", "block_sum"):
-        steps.reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)
+        steps.reduce_down_columns(sch, f"{name}{suffix}", sizes.lanes, sizes.reduction_vectors)
+    steps.decode_once(sch, f"dequantize_v{suffix}", sizes)
+    steps.tile_sv_for_registers(sch, sizes, "sv", suffix)
+
+
+def _schedule_rows_last_task(sch: Schedule, sizes: BlockSizes) -> None:
+    steps.parallelize_tasks(sch)
+    copy = intrinsics.register_transpose(sizes.lanes)
+    steps.transpose_by_tiles(sch, "transpose_query", copy, sizes.lanes)
 
 
 def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     """Rows as lanes: register tiles for both products, vertical softmax."""
-    steps.parallelize_tasks(sch)
-    copy = intrinsics.register_transpose(sizes.lanes)
-    steps.transpose_by_tiles(sch, "transpose_query", copy, sizes.lanes)
-    for name in ("dequantize_k", "dequantize_v"):
-        steps.decode_by_vectors(sch, name, sizes.lanes)
-    steps.tile_qk_for_registers(sch, sizes)
-    _schedule_rows_last_scores(sch, sizes, "")
-    _schedule_rows_last_softmax(sch, sizes)
-    steps.tile_sv_for_registers(sch, sizes)
+    _schedule_rows_last_task(sch, sizes)
+    _schedule_rows_last_block(sch, sizes)
+    _schedule_rows_last_block(sch, sizes, "_tail")
 
 
 def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
     """As flash_prefill, with a first pass for the maxima."""
-    schedule_flash_prefill(sch, sizes)
-    steps.decode_by_vectors(sch, "dequantize_max", sizes.lanes)
-    steps.tile_qk_for_registers(sch, sizes, "qk_max")
+    _schedule_rows_last_task(sch, sizes)
     _schedule_rows_last_scores(sch, sizes, "_max")
+    _schedule_rows_last_block(sch, sizes)
     steps.reduce_down_columns(sch, "row_max", sizes.lanes, sizes.reduction_vectors)
     steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
 

@@ -30,6 +30,16 @@ def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) 
     sch.vectorize(inner)
 
 
+def decode_once(sch: Schedule, block_name: str, sizes: BlockSizes) -> None:
+    """Decode a cache block ahead of its use, unless it is float32 already: whole vectors are read where they lie."""
+    block = sch.get_sblock(block_name)
+    source = sch.get(block).reads[0].source
+    if str(source.dtype) == "float32" and sizes.padded_columns(int(source.shape[1])) == int(source.shape[1]):
+        sch.compute_inline(block)
+    else:
+        decode_by_vectors(sch, block_name, sizes.lanes)
+
+
 def decode_by_vectors(sch: Schedule, block_name: str, lanes: int) -> None:
     """Decode a cache block [t, plane, column] so that one load of a vector serves every plane."""
     _, plane, column = _own_loops(sch, sch.get_sblock(block_name), 3)
@@ -81,10 +91,10 @@ def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "q
     sch.decompose_reduction(block, plane)
 
 
-def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv") -> None:
+def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv", suffix: str = "") -> None:
     """acc [m, plane, column]: a tile of sv_row_tile rows x sv_column_vectors vectors stays in registers over the keys,
     then the rescaled accumulator is added once."""
-    product, result = sch.get_sblock(f"{name}_product"), sch.get_sblock(name)
+    product, result = sch.get_sblock(f"{name}_product{suffix}"), sch.get_sblock(f"{name}{suffix}")
     m, plane, column, t = _own_loops(sch, product, 4)
     columns, rows = int(sch.get(column).extent), int(sch.get(m).extent)
     m_outer, m_inner = sch.split(m, [None, largest_divisor(rows, sizes.sv_row_tile)])

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from tvm import te, tirx
 from tvm.script import tirx as T
 
 from ..definitions.kv_quantize import CACHE_DTYPES, kv_dequantize
 from ..kernels import KernelSpec
+
+
+class CacheBlock(NamedTuple):
+    """The keys begin .. begin + kv_block of an entry and KV head in a cache; `last`: the last valid one, from begin."""
+
+    cache: Any
+    b: Any
+    n: Any
+    begin: Any
+    last: Any
+    kv_block: int
 
 
 def decoded_cache(spec: KernelSpec, rows: int, columns: int, name: str):
@@ -16,10 +29,10 @@ def decoded_cache(spec: KernelSpec, rows: int, columns: int, name: str):
     return cache_rows, last_row, kv_dequantize(cache_rows, last_row, columns, spec.cache, name)
 
 
-def cache_region(spec: KernelSpec, cache, b, n, key_begin, rows: int):
-    """The region cache[b, n, key_begin : key_begin + rows]; it may reach past the end, steps clamp their reads."""
-    at = tirx.Cast("int64", key_begin)
-    return cache[b, n, at : at + rows, 0 : spec.cache_columns]
+def cache_region(spec: KernelSpec, block: CacheBlock):
+    """The block's region of the cache; it may reach past the end, steps clamp their reads."""
+    at = tirx.Cast("int64", block.begin)
+    return block.cache[block.b, block.n, at : at + block.kv_block, 0 : spec.cache_columns]
 
 
 def match_cache(spec: KernelSpec, region, dtype: str, rows: int):

@@ -19,7 +19,7 @@ from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
-from .cache_block import cache_region, decoded_cache, match_cache
+from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, write_output
 from .rows import (
     allocate_row_block,
@@ -29,7 +29,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .visible_values import ValueBlock, allocate_value_check, check_values, emit_values
+from .visible_values import allocate_value_check, check_values, emit_values
 
 
 class DecodeShape(NamedTuple):
@@ -76,13 +76,13 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, cache, b, n, begin, last, query, tile, scores):
-    region = cache_region(spec, cache, b, n, begin, shape.kv_block)
+def _emit_qk(spec, shape, step, block: CacheBlock, query, tile, scores):
+    region = cache_region(spec, block)
     with T.sblock("qk_step"):
         T.reads(region, whole(query))
         T.writes(whole(scores))
-        rows = match_cache(spec, region, cache.dtype, shape.kv_block)
-        splice(step, [rows, last, _tile(query, tile, shape.row_tile), scores])
+        rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
+        splice(step, [rows, block.last, _tile(query, tile, shape.row_tile), scores])
 
 
 def _emit_softmax(shape, step, scores, m, l, alpha, tile):
@@ -94,15 +94,15 @@ def _emit_softmax(shape, step, scores, m, l, alpha, tile):
         splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
 
 
-def _emit_sv(spec, shape, step, block: ValueBlock, largest, rows, p, acc, alpha, tile):
+def _emit_sv(spec, shape, step, block: CacheBlock, largest, rows, p, acc, alpha, tile):
     R = shape.row_tile
 
     def blocked() -> None:
-        region = cache_region(spec, block.cache, block.b, block.n, block.begin, shape.kv_block)
+        region = cache_region(spec, block)
         with T.sblock("sv_step"):
             T.reads(region, whole(p), whole(acc), whole(alpha))
             T.writes(whole(acc))
-            cache_rows = match_cache(spec, region, block.cache.dtype, shape.kv_block)
+            cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
             splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
 
     emit_values(spec, block, largest, rows, lambda r, t: p[r, t], acc, alpha, (tile * R, R), blocked)
@@ -243,14 +243,15 @@ def flash_decode(spec: KernelSpec, sizes):
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
-                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
-                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
+                    keys = T.meta_var(CacheBlock(x.key_cache, vb, vn, begin, last, BC))
+                    values = T.meta_var(keys._replace(cache=x.value_cache))
+                    check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, x.key_cache, vb, vn, begin, last, query, tile, scores)
+                        _emit_qk(spec, shape, qk, keys, query, tile, scores)
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
-                        _emit_sv(spec, shape, sv, block, largest, rows, scores, acc, alpha, tile)
+                        _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)
                 if chunks == T.int64(1):
                     write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
                 else:

@@ -12,21 +12,18 @@ from tvm.script import tirx as T
 from ..kernel_arguments import ENTRY_TOTAL, QK_AFTER_SOFTMAX, QK_BEFORE_SOFTMAX
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
+from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
 from .rows import allocate_row_block, describe_rows, row_factor
 from .rows_last import (
-    dequantize_step,
-    emit_dequantize,
+    allocate_state,
+    emit_scores,
     emit_softmax,
     emit_sv,
     pack_query,
-    qk_rows_last_step,
-    softmax_rows_last_step,
-    sv_rows_last_step,
+    rows_last_steps,
 )
-from .score_steps import block_is_visible, process_scores
-from .splice import alias, emit_step, make_step, splice, whole
-from .visible_values import ValueBlock, allocate_value_check, check_values
+from .splice import alias, make_step, splice, whole
 
 
 def row_maximum_step(kv_block: int, rows: int):
@@ -79,15 +76,10 @@ def _declare_output_qk(handle):
 def naive(spec: KernelSpec, sizes):
     """The naive kernel's PrimFunc; parameters as `AttentionBuffers`, output_qk [B, N, S, T], scalars, qk_output."""
     M, BC = sizes.naive_q_block, sizes.kv_block
-    E, columns = spec.cache_planes, sizes.padded_columns(spec.cache_columns)
-    decode_max = dequantize_step(spec, BC, columns, "dequantize_max")
-    decode_k = dequantize_step(spec, BC, columns, "dequantize_k")
-    decode_v = dequantize_step(spec, BC, columns, "dequantize_v")
-    qk_max = qk_rows_last_step(spec, BC, columns, M, "qk_max")
-    qk = qk_rows_last_step(spec, BC, columns, M)
+    columns = sizes.padded_columns(spec.cache_columns)
+    first_pass = rows_last_steps(spec, BC, columns, M, "_max")
+    second_pass = rows_last_steps(spec, BC, columns, M)
     maximum = row_maximum_step(BC, M)
-    softmax = softmax_rows_last_step(BC, M)
-    sv = sv_rows_last_step(spec, BC, columns, M)
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -138,69 +130,33 @@ def naive(spec: KernelSpec, sizes):
                 vn: T.let = an
                 first_row: T.let = ai * M
                 rows = T.meta_var(allocate_row_block(M))
-                query_t = T.sblock_alloc_buffer((E, columns, M))
-                keys = T.sblock_alloc_buffer((BC, E, columns))
-                values = T.sblock_alloc_buffer((BC, E, columns))
-                scores = T.sblock_alloc_buffer((BC, M))
-                acc = T.sblock_alloc_buffer((M, E, columns))
-                m = T.sblock_alloc_buffer((M,))
-                l = T.sblock_alloc_buffer((M,))
-                largest = T.meta_var(allocate_value_check(spec))
-                beta = T.sblock_alloc_buffer((M,))
+                # With the final maximum in m the online step leaves m alone, and its alpha is 1.
+                state = T.meta_var(allocate_state(spec, M, columns))
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
-                pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
-                clear_state(m, l, acc, M)
+                pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
+                clear_state(state.m, state.l, state.acc, M)
                 first_block: T.let = rows.limits[0] // BC
                 blocks: T.let = T.max((rows.limits[3] + (BC - 1)) // BC - first_block, 0)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
-                    last: T.let = total - 1 - begin
-                    emit_dequantize(
-                        "dequantize_max",
-                        decode_max,
-                        spec,
-                        x.key_cache,
-                        vb,
-                        vn,
-                        begin,
-                        last,
-                        BC,
-                        keys,
-                    )
-                    emit_step(
-                        "qk_max_step",
-                        qk_max,
-                        [query_t, keys, scores],
-                        [whole(query_t), whole(keys)],
-                        [whole(scores)],
-                    )
-                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True, "_max")
-                    _emit_maximum(maximum, scores, m)
+                    block = T.meta_var(CacheBlock(x.key_cache, vb, vn, begin, total - 1 - begin, BC))
+                    scores = T.meta_var(emit_scores(spec, first_pass, x, scalars, rows, block, state))
+                    _emit_maximum(maximum, scores, state.m)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
-                    last: T.let = total - 1 - begin
-                    emit_dequantize("dequantize_k", decode_k, spec, x.key_cache, vb, vn, begin, last, BC, keys)
-                    emit_step(
-                        "qk_step",
-                        qk,
-                        [query_t, keys, scores],
-                        [whole(query_t), whole(keys)],
-                        [whole(scores)],
-                    )
-                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True)
+                    block = T.meta_var(CacheBlock(x.key_cache, vb, vn, begin, total - 1 - begin, BC))
+                    scores = T.meta_var(emit_scores(spec, second_pass, x, scalars, rows, block, state))
                     if qk_output == QK_BEFORE_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
-                    # With the final maximum in m this step leaves m alone and its beta is 1.
-                    emit_softmax(softmax, scores, m, l, beta)
+                    emit_softmax(second_pass, scores, state)
                     if qk_output == QK_AFTER_SOFTMAX:
                         _store_qk(rows, valid, begin, BC, vb, scores, output_qk)
-                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
-                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
-                    emit_sv(spec, decode_v, sv, block, largest, rows, scores, values, acc, beta)
+                    values = T.meta_var(block._replace(cache=x.value_cache))
+                    emit_sv(spec, second_pass, values, rows, scores, state)
                 if qk_output == QK_AFTER_SOFTMAX:
-                    _normalise_qk(spec, x, scalars, rows, valid, vb, m, l, output_qk)
-                write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                    _normalise_qk(spec, x, scalars, rows, valid, vb, state.m, state.l, output_qk)
+                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
 
     return kernel

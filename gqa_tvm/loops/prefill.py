@@ -7,32 +7,37 @@ from tvm.script import tirx as T
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
+from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
 from .rows import allocate_row_block, describe_rows
 from .rows_last import (
-    dequantize_step,
-    emit_dequantize,
+    RowsLastState,
+    RowsLastSteps,
+    allocate_state,
+    emit_scores,
     emit_softmax,
     emit_sv,
     pack_query,
-    qk_rows_last_step,
-    softmax_rows_last_step,
-    sv_rows_last_step,
+    rows_last_steps,
 )
-from .score_steps import block_is_visible, process_scores
-from .splice import emit_step, whole
-from .visible_values import ValueBlock, allocate_value_check, check_values
+
+
+def _emit_block(spec, steps: RowsLastSteps, x, scalars, rows, b, n, begin, total, state: RowsLastState) -> None:
+    """The online softmax over the keys begin .. begin + steps.kv_block."""
+    last = total - 1 - begin
+    scores = emit_scores(
+        spec, steps, x, scalars, rows, CacheBlock(x.key_cache, b, n, begin, last, steps.kv_block), state
+    )
+    emit_softmax(steps, scores, state)
+    emit_sv(spec, steps, CacheBlock(x.value_cache, b, n, begin, last, steps.kv_block), rows, scores, state)
 
 
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
-    M, BC = sizes.q_block, sizes.kv_block
-    E, columns = spec.cache_planes, sizes.padded_columns(spec.cache_columns)
-    decode_k = dequantize_step(spec, BC, columns, "dequantize_k")
-    decode_v = dequantize_step(spec, BC, columns, "dequantize_v")
-    qk = qk_rows_last_step(spec, BC, columns, M)
-    softmax = softmax_rows_last_step(BC, M)
-    sv = sv_rows_last_step(spec, BC, columns, M)
+    M, BC, tail = sizes.q_block, sizes.kv_block, sizes.kv_tail_block
+    columns = sizes.padded_columns(spec.cache_columns)
+    whole_blocks = rows_last_steps(spec, BC, columns, M)
+    tail_blocks = rows_last_steps(spec, tail, columns, M, "_tail")
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -82,38 +87,25 @@ def flash_prefill(spec: KernelSpec, sizes):
                 vn: T.let = an
                 vi: T.let = ai
                 rows = T.meta_var(allocate_row_block(M))
-                query_t = T.sblock_alloc_buffer((E, columns, M))
-                keys = T.sblock_alloc_buffer((BC, E, columns))
-                values = T.sblock_alloc_buffer((BC, E, columns))
-                scores = T.sblock_alloc_buffer((BC, M))
-                acc = T.sblock_alloc_buffer((M, E, columns))
-                m = T.sblock_alloc_buffer((M,))
-                l = T.sblock_alloc_buffer((M,))
-                largest = T.meta_var(allocate_value_check(spec))
-                alpha = T.sblock_alloc_buffer((M,))
+                state = T.meta_var(allocate_state(spec, M, columns))
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
-                pack_query(spec, x, scalars, rows, vb, vn, M, columns, query_t)
-                clear_state(m, l, acc, M)
-                first_block: T.let = rows.limits[0] // BC
-                for blk in T.serial(T.max((rows.limits[3] + (BC - 1)) // BC - first_block, 0)):
-                    begin: T.let = (first_block + blk) * BC
-                    last: T.let = total - 1 - begin
-                    emit_dequantize("dequantize_k", decode_k, spec, x.key_cache, vb, vn, begin, last, BC, keys)
-                    emit_step(
-                        "qk_step",
-                        qk,
-                        [query_t, keys, scores],
-                        [whole(query_t), whole(keys)],
-                        [whole(scores)],
-                    )
-                    process_scores(spec, scores, x, scalars, rows, 0, vb, begin, True)
-                    emit_softmax(softmax, scores, m, l, alpha)
-                    block = T.meta_var(ValueBlock(x.value_cache, vb, vn, begin, last, BC))
-                    check_values(spec, block, block_is_visible(rows, begin, BC), largest)
-                    emit_sv(spec, decode_v, sv, block, largest, rows, scores, values, acc, alpha)
-                write_output(spec, x, scalars, rows, vb, vn, T.min(total_rows - first_row, T.int64(M)), m, l, acc)
+                pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
+                clear_state(state.m, state.l, state.acc, M)
+                first_key: T.let = rows.limits[0] // BC * BC
+                end_key: T.let = rows.limits[3]
+                blocks: T.let = T.max(end_key - first_key, 0) // BC
+                for blk in T.serial(blocks):
+                    begin: T.let = first_key + blk * BC
+                    _emit_block(spec, whole_blocks, x, scalars, rows, vb, vn, begin, total, state)
+                # The last keys in smaller blocks: fewer that no row sees.
+                first_tail_key: T.let = first_key + blocks * BC
+                for blk in T.serial((T.max(end_key - first_tail_key, 0) + (tail - 1)) // tail):
+                    begin: T.let = first_tail_key + blk * tail
+                    _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state)
+                valid: T.let = T.min(total_rows - first_row, T.int64(M))
+                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
 
     return kernel

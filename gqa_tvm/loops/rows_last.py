@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from tvm import te
 from tvm.script import tirx as T
 
@@ -9,68 +11,122 @@ from ..definitions.qk_gemm import qk_gemm_rows_last
 from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
-from .cache_block import cache_region, decoded_cache, match_cache
+from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .rows import fold_scale, load_query_row
+from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .visible_values import ValueBlock, emit_values
+from .visible_values import allocate_value_check, check_values, emit_values
 
 
-def dequantize_step(spec: KernelSpec, rows: int, columns: int, name: str):
-    """TE step: cache rows [rows, C] and the last readable row -> [rows, E, columns] float32."""
-    return make_step([*decoded_cache(spec, rows, columns, name)])
+class RowsLastSteps(NamedTuple):
+    """The TE steps of a block of keys: QK, online softmax, SV; QK and SV decode the cache rows they take.
+
+    suffix: ends the names of their blocks, which a schedule finds them by.
+    """
+
+    qk: Any
+    softmax: Any
+    sv: Any
+    kv_block: int
+    suffix: str
 
 
-def qk_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, name: str = "qk"):
+def _qk_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: str):
+    cache_rows, last_row, keys = decoded_cache(spec, kv_block, columns, "dequantize_k")
     query_t = te.placeholder((spec.cache_planes, columns, rows), name="query_t")
-    keys = te.placeholder((kv_block, spec.cache_planes, columns), name="keys")
-    return make_step([query_t, keys, qk_gemm_rows_last(query_t, keys, name)])
+    return make_step([cache_rows, last_row, query_t, qk_gemm_rows_last(query_t, keys)], suffix)
 
 
-def softmax_rows_last_step(kv_block: int, rows: int):
+def _softmax_step(kv_block: int, rows: int, suffix: str):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
     outputs = online_softmax(lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True)
-    return make_step([scores, m_old, l_old, *outputs])
+    return make_step([scores, m_old, l_old, *outputs], suffix)
 
 
-def sv_rows_last_step(spec: KernelSpec, kv_block: int, columns: int, rows: int):
+def _sv_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: str):
+    cache_rows, last_row, values = decoded_cache(spec, kv_block, columns, "dequantize_v")
     p = te.placeholder((kv_block, rows), name="p")
-    values = te.placeholder((kv_block, spec.cache_planes, columns), name="values")
     accumulator = te.placeholder((rows, spec.cache_planes, columns), name="acc_old")
     beta = te.placeholder((rows,), name="row_beta")
-    return make_step([p, values, accumulator, beta, sv_gemm(lambda m, t: p[t, m], values, accumulator, beta)])
+    result = sv_gemm(lambda m, t: p[t, m], values, accumulator, beta)
+    return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
-def emit_dequantize(name: str, step, spec: KernelSpec, cache, b, n, key_begin, last_row, rows, target):
-    """Decode cache[b, n, key_begin : key_begin + rows] into `target`, reading no row past `last_row`."""
-    region = cache_region(spec, cache, b, n, key_begin, rows)
-    with T.sblock(f"{name}_step"):
-        T.reads(region)
-        T.writes(whole(target))
-        splice(step, [match_cache(spec, region, cache.dtype, rows), last_row, target])
+def rows_last_steps(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: str = "") -> RowsLastSteps:
+    return RowsLastSteps(
+        _qk_step(spec, kv_block, columns, rows, suffix),
+        _softmax_step(kv_block, rows, suffix),
+        _sv_step(spec, kv_block, columns, rows, suffix),
+        kv_block,
+        suffix,
+    )
 
 
-def emit_softmax(step, scores, m, l, alpha):
+class RowsLastState(NamedTuple):
+    """Buffers of a task: query_t [E, columns, M], m, l, alpha [M], acc [M, E, columns], and the check of values."""
+
+    query_t: Any
+    m: Any
+    l: Any
+    alpha: Any
+    acc: Any
+    largest: Any
+
+
+def allocate_state(spec: KernelSpec, rows: int, columns: int) -> RowsLastState:
+    E = spec.cache_planes
+    m, l, alpha = (T.sblock_alloc_buffer((rows,)) for _ in range(3))
+    return RowsLastState(
+        T.sblock_alloc_buffer((E, columns, rows)),
+        m,
+        l,
+        alpha,
+        T.sblock_alloc_buffer((rows, E, columns)),
+        allocate_value_check(spec),
+    )
+
+
+def emit_scores(spec, steps: RowsLastSteps, x, scalars, rows, block: CacheBlock, state: RowsLastState):
+    """Allocate and fill scores [T_block, M] of a block: QK, softcap, bias, mask."""
+    scores = T.sblock_alloc_buffer((steps.kv_block, state.m.shape[0]))
+    region = cache_region(spec, block)
+    with T.sblock(f"qk{steps.suffix}_step"):
+        T.reads(region, whole(state.query_t))
+        T.writes(whole(scores))
+        splice(
+            steps.qk, [match_cache(spec, region, block.cache.dtype, block.kv_block), block.last, state.query_t, scores]
+        )
+    process_scores(spec, scores, x, scalars, rows, 0, block.b, block.begin, True, steps.suffix)
+    return scores
+
+
+def emit_softmax(steps: RowsLastSteps, scores, state: RowsLastState):
     """One online-softmax step in place: scores become p, (m, l) move on, alpha is what acc is rescaled by."""
-    with T.sblock("softmax_step"):
+    m, l, alpha = state.m, state.l, state.alpha
+    with T.sblock(f"softmax{steps.suffix}_step"):
         T.reads(whole(scores), whole(m), whole(l))
         T.writes(whole(scores), whole(m), whole(l), whole(alpha))
-        splice(step, [scores, m, l, alpha, alias(scores), alias(l), alias(m)])
+        splice(steps.softmax, [scores, m, l, alpha, alias(scores), alias(l), alias(m)])
 
 
-def emit_sv(spec: KernelSpec, decode_v, sv, block: ValueBlock, largest, rows, p, values, acc, beta):
-    """acc = beta acc + p V in place; `values` is scratch for the decoded block."""
+def emit_sv(spec: KernelSpec, steps: RowsLastSteps, block: CacheBlock, rows, p, state: RowsLastState):
+    """acc = alpha acc + p V in place."""
+    acc, alpha = state.acc, state.alpha
 
     def blocked() -> None:
-        where = (block.cache, block.b, block.n, block.begin, block.last, block.kv_block)
-        emit_dequantize("dequantize_v", decode_v, spec, *where, values)
-        with T.sblock("sv_step"):
-            T.reads(whole(p), whole(values), whole(acc), whole(beta))
+        region = cache_region(spec, block)
+        with T.sblock(f"sv{steps.suffix}_step"):
+            T.reads(region, whole(p), whole(acc), whole(alpha))
             T.writes(whole(acc))
-            splice(sv, [p, values, acc, beta, alias(acc)])
+            splice(
+                steps.sv,
+                [match_cache(spec, region, block.cache.dtype, block.kv_block), block.last, p, acc, alpha, alias(acc)],
+            )
 
+    check_values(spec, block, block_is_visible(rows, block.begin, steps.kv_block), state.largest)
     tile = (0, int(acc.shape[0]))
-    emit_values(spec, block, largest, rows, lambda r, t: p[t, r], acc, beta, tile, blocked)
+    emit_values(spec, block, state.largest, rows, lambda r, t: p[t, r], acc, alpha, tile, blocked)
 
 
 def pack_query(spec: KernelSpec, buffers, scalars, rows, b, n, count, columns, query_t):

@@ -65,7 +65,7 @@ def _add_bias(spec: KernelSpec, block_scores, buffers, rows: RowBlock, first_row
         with T.Then():
             add(f"bias{suffix}", clamp=False)
         with T.Else():
-            add(f"bias_tail{suffix}", clamp=True)
+            add(f"bias_clamped{suffix}", clamp=True)
     if gathered is not None:
         value = lambda i, j, s: scores.add_bias(s, gathered[j, i])  # noqa: E731
         _elementwise(f"bias{suffix}", block_scores, (gathered,), value)

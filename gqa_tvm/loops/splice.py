@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import tvm_ffi
-from tvm import te
+from tvm import s_tir, te
 from tvm.ir import Var
 from tvm.script import tirx as T
 
@@ -23,9 +23,20 @@ def alias(buffer):
     return T.match_buffer(whole(buffer), buffer.shape, buffer.dtype)
 
 
-def make_step(arguments: Sequence):
-    """The PrimFunc of TE tensors and scalar variables, in the order in which `splice` will take their stand-ins."""
-    return te.create_prim_func(list(arguments))
+def make_step(arguments: Sequence, suffix: str = ""):
+    """The PrimFunc of TE tensors and scalar variables, in the order in which `splice` will take their stand-ins.
+
+    suffix: appended to the names of its blocks, for a kernel that has a step twice.
+    """
+
+    def rename(block):
+        names = (block.iter_vars, block.reads, block.writes, block.name_hint + suffix, block.body, block.init)
+        return s_tir.SBlock(*names, block.alloc_buffers, block.match_buffers, block.annotations)
+
+    function = te.create_prim_func(list(arguments))
+    if not suffix:
+        return function
+    return function.with_body(tvm_ffi.structural_map(function.body, (s_tir.SBlock, rename)))
 
 
 def splice(step, stand_ins: Sequence) -> None:

@@ -8,27 +8,16 @@ finite values only: their kernels have neither the check nor the second form.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script import tirx as T
 
 from ..definitions.half import magnitude_bits, widen
 from ..kernels import KernelSpec
+from .cache_block import CacheBlock
 from .rows import RowBlock
 
 _INFINITY_BITS = 0x7F800000
-
-
-class ValueBlock(NamedTuple):
-    """The keys begin .. begin + kv_block of one entry and KV head in the value cache; valid up to `last`."""
-
-    cache: Any
-    b: Any
-    n: Any
-    begin: Any
-    last: Any  # relative to begin
-    kv_block: int
 
 
 def allocate_value_check(spec: KernelSpec):
@@ -36,7 +25,7 @@ def allocate_value_check(spec: KernelSpec):
     return T.sblock_alloc_buffer((1,), "int32") if spec.is_float_cache else None
 
 
-def check_values(spec: KernelSpec, block: ValueBlock, all_visible, largest) -> None:
+def check_values(spec: KernelSpec, block: CacheBlock, all_visible, largest) -> None:
     """Look for NaN and infinity in a block that some row does not see entirely."""
     if largest is None:
         return
@@ -51,7 +40,7 @@ def check_values(spec: KernelSpec, block: ValueBlock, all_visible, largest) -> N
 
 
 def emit_values(
-    spec: KernelSpec, block: ValueBlock, largest, rows: RowBlock, p_at, acc, beta, tile, blocked: Callable[[], None]
+    spec: KernelSpec, block: CacheBlock, largest, rows: RowBlock, p_at, acc, beta, tile, blocked: Callable[[], None]
 ) -> None:
     """acc = beta acc + p V: by `blocked` over the whole block, or key by key where `check_values` found cause.
 
@@ -67,7 +56,7 @@ def emit_values(
             blocked()
 
 
-def _sum_visible(spec: KernelSpec, block: ValueBlock, rows: RowBlock, p_at, acc, beta, tile) -> None:
+def _sum_visible(spec: KernelSpec, block: CacheBlock, rows: RowBlock, p_at, acc, beta, tile) -> None:
     first_row, count = tile
     with T.serial(0, count) as i:
         r = T.bind(first_row + i)
