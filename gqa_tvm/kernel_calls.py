@@ -91,6 +91,7 @@ class ArgumentForms(NamedTuple):
     no_weight: np.ndarray
     direct: bool
     quantized: bool
+    window: int
 
     @staticmethod
     def of(attributes: Attributes, inputs: Inputs, problem: Problem, query_format: FloatFormat) -> ArgumentForms:
@@ -98,7 +99,12 @@ class ArgumentForms(NamedTuple):
         stand_ins = StandIns(np.zeros((1, 1), dtype), np.zeros((1, 1, 1, 1), dtype), np.zeros(1, dtype))
         scalars = CallScalars.of(attributes, inputs, problem)
         return ArgumentForms(
-            scalars, stand_ins, np.zeros(problem.head_size, dtype), _can_be_taken_as_is(inputs), attributes.is_quantized
+            scalars,
+            stand_ins,
+            np.zeros(problem.head_size, dtype),
+            _can_be_taken_as_is(inputs),
+            attributes.is_quantized,
+            attributes.window,
         )
 
 
@@ -141,6 +147,7 @@ class AttentionCall:
         # Scales of a float cache are accepted and mean nothing.
         scales = (_flat_scale(i.k_scale), _flat_scale(i.v_scale)) if forms.quantized else (_ONE, _ONE)
         self.scalars, self.problem, self.entries = forms.scalars, problem, entries
+        self.window = forms.window
         if problem.kv_sequence_length:
             key_norm = none if i.k_norm_weight is None else take(i.k_norm_weight)
             self._append = (*key_value, *caches, entries, *rotary, key_norm, *scales)
@@ -171,8 +178,11 @@ class AttentionCall:
 
     def flash_decode(self, kernel: Kernel, spec: KernelSpec, sizes: BlockSizes, chunked: bool) -> None:
         """Flash attention with few rows; `chunked` splits the keys at multiples of sizes.kv_chunk."""
-        longest = max(self.entries[:, ENTRY_TOTAL].tolist())
         block = sizes.decode_kv_block
+        longest = max(self.entries[:, ENTRY_TOTAL].tolist())
+        if self.window > 0:
+            # What the rows of a task see of a window, from the block it starts in.
+            longest = min(longest, self.window + self.problem.sequence_length - 1 + block)
         kv_chunk = sizes.kv_chunk if chunked else -(-longest // block) * block
         partial = _no_partial(spec, sizes)
         if longest > kv_chunk:

@@ -1,8 +1,8 @@
 """Flash attention with head columns as lanes: few rows per KV head, keys split in chunks (flash decoding).
 
 Each task computes the softmax state of one chunk of one entry's keys; where an entry has several chunks, their states
-are merged by log-sum-exp in chunk order. Chunks start at multiples of kv_chunk, so a result depends on neither the
-number of threads nor the other entries of the batch.
+are merged by log-sum-exp in chunk order. Chunks are kv_chunk keys long from the first block that the task's rows see,
+so a result depends on neither the number of threads nor the other entries of the batch.
 """
 
 from __future__ import annotations
@@ -234,9 +234,10 @@ def flash_decode(spec: KernelSpec, sizes):
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, active * R, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 clear_state(m, l, acc, active * R)
-                chunk_begin: T.let = T.Cast("int32", vk * kv_chunk)
-                chunk_end: T.let = T.Cast("int32", T.min((vk + T.int64(1)) * kv_chunk, T.Cast("int64", rows.limits[3])))
-                first_block: T.let = T.max(chunk_begin, rows.limits[0]) // BC
+                # Chunks count from the first block that is seen: a window has no empty ones before it.
+                chunk_begin: T.let = T.Cast("int64", rows.limits[0] // BC * BC) + vk * kv_chunk
+                chunk_end: T.let = T.Cast("int32", T.min(chunk_begin + kv_chunk, T.Cast("int64", rows.limits[3])))
+                first_block: T.let = T.Cast("int32", chunk_begin) // BC
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
@@ -273,8 +274,9 @@ def flash_decode(spec: KernelSpec, sizes):
                     valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
                     describe_rows(rows, valid, first_row, total_rows, group, vn, x.entries, vb, scalars)
                     clear_state(m, l, acc, valid)
+                    seen: T.let = T.Cast("int64", T.max(rows.limits[3] - rows.limits[0] // BC * BC, 0))
                     own_chunks: T.let = T.min(
-                        (T.Cast("int64", rows.limits[3]) + kv_chunk - T.int64(1)) // kv_chunk,
+                        (seen + kv_chunk - T.int64(1)) // kv_chunk,
                         chunks,
                     )
                     _merge_partials(shape, partial, (vb, vn, vg), own_chunks, valid, m, l, acc)
