@@ -15,30 +15,32 @@ from threading import Lock
 
 from .errors import BuildError
 from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
-from .kernels import CacheFormat, KernelSpec
+from .kernels import TOKEN_TILES, CacheFormat, KernelSpec, decode_row_tile
 from .schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from .targets import best_target, usable_cores
 
 USUAL_HEAD_SIZES = (64, 128)
 USUAL_CACHES: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
-USUAL_ROW_TILES = (1, 2, 3, 4, 7, 8)
+USUAL_GROUP_SIZES = (1, 2, 3, 4, 7, 8)
 
 _NATIVE = Path(__file__).parent / "native"
 # TVM's builder keeps global state: one kernel at a time in a process.
 _BUILD_LOCK = Lock()
 
 
-def usual_kernels(head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
-    """The kernels that `build` makes ahead: every cache format at common head sizes and group sizes."""
+def usual_kernels(target: str, head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
+    """The kernels that `build` makes ahead: every step of a float32 query at common head sizes and group sizes."""
     specs = []
+    row_tiles = sorted({decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES))
+    row_blocks = (0, *DEFAULT_BLOCK_SIZES[target].small_q_blocks)
     for head_size in head_sizes:
         for cache in USUAL_CACHES:
             specs += [
                 KernelSpec("append", "f32", cache, head_size),
-                KernelSpec("flash_prefill", "f32", cache, head_size),
                 KernelSpec("naive", "f32", cache, head_size),
             ]
-            specs += [KernelSpec("flash_decode", "f32", cache, head_size, rows) for rows in USUAL_ROW_TILES]
+            specs += [KernelSpec("flash_prefill", "f32", cache, head_size, rows) for rows in row_blocks]
+            specs += [KernelSpec("flash_decode", "f32", cache, head_size, rows) for rows in row_tiles]
     return specs
 
 
@@ -114,7 +116,7 @@ def build(
     Returns the kernels' paths. Raises BuildError.
     """
     target = target or best_target()
-    specs = usual_kernels(head_sizes)
+    specs = usual_kernels(target, head_sizes)
     build_launcher()
     missing = [spec for spec in specs if not kernel_path(spec, target).exists()]
     done = len(specs) - len(missing)

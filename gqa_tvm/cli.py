@@ -178,8 +178,10 @@ def _build_with_progress(target: str | None, head_sizes: Sequence[int], output: 
     """Builds what is missing and returns how many kernels are there now."""
     from gqa_tvm.build import build, usual_kernels
     from gqa_tvm.progress import ProgressBar
+    from gqa_tvm.targets import best_target
 
-    with ProgressBar("building kernels", len(usual_kernels(head_sizes))) as bar:
+    target = target or best_target()
+    with ProgressBar("building kernels", len(usual_kernels(target, head_sizes))) as bar:
         paths = build(
             target, output, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}")
         )

@@ -87,7 +87,7 @@ def row_tile_for(rows: int) -> int:
 
 
 # Tiles for the rows of several tokens, whose number is anything: few sizes, so that few kernels are compiled.
-_TOKEN_TILES = (8, 6, 4)
+TOKEN_TILES = (8, 6, 4)
 
 
 def decode_row_tile(tokens: int, group_size: int) -> int:
@@ -95,7 +95,7 @@ def decode_row_tile(tokens: int, group_size: int) -> int:
     if tokens == 1:
         return row_tile_for(group_size)
     rows = tokens * group_size
-    return min(_TOKEN_TILES, key=lambda tile: _padded(rows, tile))
+    return min(TOKEN_TILES, key=lambda tile: _padded(rows, tile))
 
 
 def prefill_row_block(rows: int, q_block: int, small_q_blocks: tuple[int, ...]) -> int:

@@ -256,8 +256,9 @@ def test_documents_are_rewritten():
     new = document.rewrite(text, _records())
     assert "old" not in new and new.count("| `prefill_i8") == 2
     assert "0 of 2 rows" in new and document.rewrite(new, _records()) == new
-    with pytest.raises(ValueError, match="no rows"):
-        document.rewrite(text.replace("^prefill", "^chunk"), _records())
+    assert "Not measured." in document.rewrite(text.replace("^prefill", "^chunk"), _records())
+    with pytest.raises(ValueError, match="unknown section"):
+        document.rewrite(text.replace("losses", "wins"), _records())
 
 
 def test_documents_show_losses_and_torch():

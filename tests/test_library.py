@@ -6,10 +6,16 @@ import json
 
 import numpy as np
 import pytest
+from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from operator_calls import make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, load
+from gqa_tvm.build import usual_kernels
 from gqa_tvm.kernels import KernelSpec
+from gqa_tvm.prepared_call import PreparedCall
+from gqa_tvm.strategy import Strategy, StrategyRules
+from gqa_tvm.targets import best_target
+from gqa_tvm.validation import Inputs, validate
 
 
 @pytest.mark.slow
@@ -22,6 +28,37 @@ def test_build_load_and_refuse(tmp_path):  # B138
     got = GroupQueryAttention(**attributes, library=str(path))(**inputs)
     np.testing.assert_array_equal(got.output, wanted.output)
     assert load(path).kernel(KernelSpec("naive", "f32", "i4", 64))
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_the_usual_kernels_serve_any_number_of_tokens(group):
+    usual = set(usual_kernels(best_target(), [64]))
+    for tokens in range(1, 300):
+        attributes, inputs = make_call("i8", tokens=tokens, total=300, heads=group, kv_heads=1)
+        op = GroupQueryAttention(**attributes)
+        problem = validate(op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}))
+        library = _Asked()
+        rules = StrategyRules(Strategy.AUTO, False, DEFAULT_BLOCK_SIZES[best_target()])
+        arguments = (op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}), problem, library, rules, 1)
+        PreparedCall(*arguments).attention(problem)
+        assert library.asked <= usual
+
+
+class _Asked:
+    """A library that notes what it is asked for."""
+
+    def __init__(self):
+        self.asked, self.target = set(), best_target()
+
+    def kernel(self, spec):
+        self.asked.add(spec)
+
+
+@pytest.mark.slow
+def test_a_library_is_refused_with_a_reason(tmp_path):  # B138
+    path = tmp_path / "libgqa.so"
+    build(output=path, head_sizes=[64])
+    attributes, _ = make_call("i8", total=70)
 
     with pytest.raises(InvalidArgument, match="not both"):
         GroupQueryAttention(**attributes, library=str(path), target="generic")
