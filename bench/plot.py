@@ -51,6 +51,7 @@ def naive_against_flash_decode(rows: Sequence[Record], limits: Record) -> str:
 def speed_up(rows: Sequence[Record], limits: Record) -> str:
     """onnxruntime's better path over this project's time, 16/8 heads."""
     bars = [(row["name"], row["ratio"]["median"]) for row in rows if _BARS.fullmatch(row["name"]) and row["ratio"]]
+    bars.sort(key=lambda bar: -bar[1])
     return bar_chart(f"onnxruntime's time / ours, {_threads(limits)}", bars, 1.0, "equal")
 
 
