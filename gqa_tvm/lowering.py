@@ -105,7 +105,7 @@ def _float16_by_integers():
     return rewrite
 
 
-def _passes(target: str) -> list:
+def _passes(target: str, reuse_storage: bool) -> list:
     s, t = s_tir.transform, tirx.transform
     return [
         *([] if converts_float16(target) else [_float16_by_integers()]),
@@ -122,7 +122,7 @@ def _passes(target: str) -> list:
         t.NarrowDataType(32),
         s.LoopPartition(),
         t.VectorizeLoop(True),
-        t.StorageRewrite(),
+        *([t.StorageRewrite()] if reuse_storage else []),
         s.HoistIfThenElse(),
         t.UnrollLoop(),
         s.RenormalizeSplitPattern(),
@@ -140,6 +140,15 @@ def _passes(target: str) -> list:
     ]
 
 
+def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
+    """Whether small buffers must keep storage of their own.
+
+    Shared with one that is indexed at run time, the vectors of a split-integer product would go through memory.
+    """
+    decodes = spec.operation == "flash_decode"
+    return decodes and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
+
+
 def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
     """TVM runtime module of one kernel (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
     mod = scheduled_module(spec, target, sizes)
@@ -147,6 +156,6 @@ def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
     tvm_target = tvm_target.with_host(tvm_target)
     mod = tirx.transform.BindTarget(tvm_target)(mod)
     with tvm_target:
-        mod = tvm.ir.transform.Sequential(_passes(target))(mod)
+        mod = tvm.ir.transform.Sequential(_passes(target, not _multiplies_digits(spec, sizes)))(mod)
     # tvm.tirx.build the function hides the module of the same name.
     return sys.modules["tvm.tirx.build"].tir_to_runtime(mod, {}, tvm_target)

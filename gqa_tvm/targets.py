@@ -14,14 +14,16 @@ _LLVM = {
     "generic": {"x86-64": "x86-64"},
     "x86-avx2": {"x86-64": "haswell"},
     "x86-avx512": {"x86-64": "skylake-avx512"},
+    "x86-avx512-vnni": {"x86-64": "cascadelake"},
 }
 # Best first. The fallback of a target is the next one its architecture lists.
-FALLBACKS = {"x86-64": ("x86-avx512", "x86-avx2", "generic"), "aarch64": ("generic",)}
+FALLBACKS = {"x86-64": ("x86-avx512-vnni", "x86-avx512", "x86-avx2", "generic"), "aarch64": ("generic",)}
 _FEATURES = {
     "generic": frozenset(),
     "x86-avx2": frozenset({"avx2", "fma", "f16c", "bmi2"}),
     "x86-avx512": frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
 }
+_FEATURES["x86-avx512-vnni"] = _FEATURES["x86-avx512"] | {"avx512_vnni"}
 TARGETS = tuple(_LLVM)
 
 
@@ -100,7 +102,12 @@ def converts_float16(target: str) -> bool:
 @cache
 def target_facts(target: str) -> TargetFacts:
     """Facts of `target`; cores and caches are this machine's."""
-    vector_bytes, registers = {"x86-avx512": (64, 32), "x86-avx2": (32, 16), "generic": (16, 16)}[target]
+    vector_bytes, registers = {
+        "x86-avx512-vnni": (64, 32),
+        "x86-avx512": (64, 32),
+        "x86-avx2": (32, 16),
+        "generic": (16, 16),
+    }[target]
     facts = TargetFacts(
         target, architecture(), vector_bytes, registers, _l2_bytes(), usable_cores(), converts_float16(target)
     )

@@ -69,15 +69,20 @@ def _schedule_few_rows_qk(sch: Schedule, sizes: BlockSizes, row_tile: int, colum
     steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, _is_padded(sizes, columns))
 
 
+def _schedule_few_rows_softmax(sch: Schedule, sizes: BlockSizes) -> None:
+    """Scores and softmax of flash_decode: the keys of a row as lanes."""
+    _schedule_scores(sch, sizes, "", ("bias",))
+    steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
+    for name in ("block_max", "block_sum"):
+        steps.reduce_along_row(sch, name, sizes.lanes)
+
+
 def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
     """Head columns as lanes: partial sums of few rows in registers, lane sums by a shuffle tree."""
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
     _schedule_few_rows_qk(sch, sizes, row_tile, columns)
-    _schedule_scores(sch, sizes, "", ("bias",))
-    steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
-    for name in ("block_max", "block_sum"):
-        steps.reduce_along_row(sch, name, sizes.lanes)
+    _schedule_few_rows_softmax(sch, sizes)
     steps.tile_sv_for_few_rows(sch, sizes, row_tile, _is_padded(sizes, columns))
 
 

@@ -84,7 +84,7 @@ def test_block_sizes_need_no_compiler():
 
 def test_target_files_have_the_same_functions():
     names = {}
-    for target in ("generic", "x86_avx2", "x86_avx512"):
+    for target in ("generic", "x86_avx2", "x86_avx512", "x86_avx512_vnni"):
         tree = ast.parse((ROOT / "schedules" / f"{target}.py").read_text())
         names[target] = {
             a.name
@@ -94,7 +94,7 @@ def test_target_files_have_the_same_functions():
             if a.name.startswith("schedule_")
         }
         names[target] |= {n.name for n in tree.body if isinstance(n, ast.FunctionDef) and not n.name.startswith("_")}
-    assert names["generic"] == names["x86_avx2"] == names["x86_avx512"]
+    assert names["generic"] == names["x86_avx2"] == names["x86_avx512"] == names["x86_avx512_vnni"]
 
 
 def test_a_call_of_built_kernels_loads_no_compiler():

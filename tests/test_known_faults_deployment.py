@@ -37,10 +37,10 @@ def test_a_lesser_cpu_gets_a_lesser_variant(features, target, monkeypatch, tmp_p
     assert_close(op(**inputs).output, expected(attributes, inputs).output)
     assert op.last_plan.target == target
     better = FALLBACKS["x86-64"][0]
-    with pytest.raises(InvalidArgument, match=f"target {better} needs CPU features this machine lacks: avx512bw"):
+    with pytest.raises(InvalidArgument, match=f"target {better} needs CPU features this machine lacks: .*avx512bw"):
         GroupQueryAttention(**attributes, target=better)
     # Refused by its manifest, before the system's loader sees the file.
-    with pytest.raises(BuildError, match=f"target {better} needs CPU features this machine lacks: avx512bw"):
+    with pytest.raises(BuildError, match=f"target {better} needs CPU features this machine lacks: .*avx512bw"):
         load(write_library(tmp_path, b"no code", target=better))
 
 

@@ -15,12 +15,13 @@ from tvm.script import tirx as T
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
+from ..definitions.split_integer import accumulator_position
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
-from .row_state import clear_state, write_output
+from .row_state import clear_state, same_position, write_output
 from .rows import (
     allocate_row_block,
     describe_rows,
@@ -29,6 +30,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
+from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, emit_qk_split, qk_split_step, split_rows, sv_split_step
 from .visible_values import allocate_value_check, check_values, emit_values
 
 
@@ -76,13 +78,17 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, block: CacheBlock, query, tile, scores):
-    region = cache_region(spec, block)
+def _emit_qk(spec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
+    if isinstance(operands, SplitRows):
+        tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
+        emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+        return
+    region = cache_region(spec, keys)
     with T.sblock("qk_step"):
-        T.reads(region, whole(query))
+        T.reads(region, *(whole(operand) for operand in operands))
         T.writes(whole(scores))
-        rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
-        splice(step, [rows, block.last, _tile(query, tile, shape.row_tile), scores])
+        rows = match_cache(spec, region, keys.cache.dtype, keys.kv_block)
+        splice(step, [rows, keys.last, *(_tile(operand, tile, shape.row_tile) for operand in operands), scores])
 
 
 def _emit_softmax(shape, step, scores, m, l, alpha, tile):
@@ -129,6 +135,16 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
         )
 
 
+def _query_operands(spec: KernelSpec, shape: DecodeShape, splits: bool, query):
+    """What the QK step takes of the rows: the rows, or their digits."""
+    return allocate_split_rows(spec, shape.rows) if splits else (query,)
+
+
+def _split_queries(spec: KernelSpec, splits: bool, query, count, operands):
+    if splits:
+        split_rows(spec, query, count, operands)
+
+
 def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
     """partial[where, row] = (acc, m, l)."""
     width = shape.planes * shape.columns
@@ -165,8 +181,11 @@ def flash_decode(spec: KernelSpec, sizes):
     columns = sizes.padded_columns(spec.cache_columns)
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
-    qk, softmax = qk_rows_first_step(spec, shape), softmax_rows_first_step(shape)
-    sv = sv_rows_first_step(spec, shape)
+    softmax = softmax_rows_first_step(shape)
+    splits = sizes.splits_integers(spec.cache, spec.cache_columns, R)
+    qk = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
+    sv = sv_split_step(spec, R, BC) if splits else sv_rows_first_step(spec, shape)
+    position = accumulator_position if splits else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -222,6 +241,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 vk: T.let = ak
                 rows = T.meta_var(allocate_row_block(rows_per_task))
                 query = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
+                operands = T.meta_var(_query_operands(spec, shape, splits, query))
                 acc = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
                 m = T.sblock_alloc_buffer((rows_per_task,))
                 l = T.sblock_alloc_buffer((rows_per_task,))
@@ -241,6 +261,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
+                    _split_queries(spec, splits, query, active * R, operands)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
@@ -249,12 +270,12 @@ def flash_decode(spec: KernelSpec, sizes):
                     check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, keys, query, tile, scores)
+                        _emit_qk(spec, shape, qk, keys, values, operands, tile, scores)
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
                         _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)
                 if chunks == T.int64(1):
-                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc, position)
                 else:
                     _save_partial(shape, partial, (vb, vn, vg, vk), valid, m, l, acc)
         if chunks > T.int64(1):
@@ -280,7 +301,7 @@ def flash_decode(spec: KernelSpec, sizes):
                         chunks,
                     )
                     _merge_partials(shape, partial, (vb, vn, vg), own_chunks, valid, m, l, acc)
-                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc)
+                    write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc, position)
 
     return kernel
 

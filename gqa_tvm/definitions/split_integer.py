@@ -1,0 +1,236 @@
+"""Products with integer codes by exact integer dot products, as accurate as float32.
+
+A float32 row is scaled by a power of two to integers, each written as digits of 8 bits, most significant first: 32 bits
+and four signed digits for a query row, whose small elements count, 24 bits and three unsigned digits for probabilities.
+Each digit row has an exact int32 dot product with the codes; these are joined in float32.
+An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
+
+No int32 overflows: the sums of a lane are at most 128 * 128 * columns / 4 for keys and 255 * 128 * keys for values, and
+the join shifts the first digit's by 8 bits. So there may be LARGEST_COLUMNS columns and LARGEST_KEYS keys in a block.
+
+The last digit of a query row stands for 2^-31 of its largest magnitude, that of a block's probabilities for 2^-24:
+errors are relative to that, not to each element.
+
+Rows of vectors: 64 columns are 4 vectors j of 16 lanes of 4 bytes. Column 16 L + 4 j + q of the 64 is lane group L of
+vector j: what two unpack instructions make of 4 rows. For keys a lane is (L, key) and its bytes the q, for values a
+lane is (L, q) and its bytes the keys.
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+from tvm.tirx import op as tirx_op
+
+QUERY_DIGITS = 4
+DIGITS = 3
+DOT_BYTES = 64
+DOT_LANES = 16
+KEYS_PER_DOT = 4
+LARGEST_COLUMNS = 1024
+LARGEST_KEYS = 256
+# Zero of an unsigned key code.
+KEY_OFFSET = {"i8": 128, "i4": 8}
+
+_EXPONENT_BIAS = 127
+_MANTISSA_BITS = 23
+# The largest 2^f whose inverse is a normal float32, as exponent field.
+_LARGEST_FIELD = 253
+# Rounds the largest mantissas up to the next exponent: their integers would need a digit of 128.
+_SIGNED_MARGIN = 0x18000
+
+
+def _i32(value: int):
+    return tirx.const(value, "int32")
+
+
+def _power_of_two(field):
+    """float32 of an exponent field in [1, 254]."""
+    return tirx.reinterpret("float32", field << _i32(_MANTISSA_BITS))
+
+
+def signed_field(largest_bits):
+    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite)."""
+    exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
+    return tirx.min(_i32(2 * _EXPONENT_BIAS + 30) - exponent, _i32(_LARGEST_FIELD))
+
+
+def unsigned_field(largest_bits):
+    """As `signed_field` for probabilities: those in the binade of the largest one are represented exactly."""
+    exponent = largest_bits >> _i32(_MANTISSA_BITS)
+    return tirx.min(_i32(2 * _EXPONENT_BIAS + 23) - exponent, _i32(_LARGEST_FIELD))
+
+
+def scale_up(field):
+    return _power_of_two(field)
+
+
+def scale_down(field):
+    return _power_of_two(_i32(2 * _EXPONENT_BIAS) - field)
+
+
+def fixed_point(x, up):
+    """x * up rounded to an integer, halves to even; int32."""
+    return tirx.Cast("int32", tirx_op.round(x * up))
+
+
+def signed_digits(fixed):
+    """The four int8 digits of an int32 in [-2139062143, 2139062143], most significant first."""
+    digits = [fixed]
+    for _ in range(QUERY_DIGITS - 1):
+        digits.insert(0, (digits[0] + _i32(128)) >> _i32(8))
+    return tuple(tirx.Cast("int8", digit) for digit in digits)
+
+
+def unsigned_digit(fixed, d):
+    """Digit d (0 is the most significant) of an int32 in [0, 2^24) as uint8."""
+    shift = _i32(8 * (DIGITS - 1)) - tirx.Cast("int32", d) * _i32(8)
+    return tirx.Cast("uint8", (fixed >> shift) & _i32(255))
+
+
+def join(high, middle, low):
+    """high 2^16 + middle 2^8 + low of exact int32 sums, as float32 with two roundings."""
+    upper = tirx.Cast("float32", (high << _i32(8)) + middle)
+    return upper * tirx.const(256.0, "float32") + tirx.Cast("float32", low)
+
+
+def join_four(first, second, third, fourth):
+    """As `join` for the four sums of a query row."""
+    upper, lower = (first << _i32(8)) + second, (third << _i32(8)) + fourth
+    return tirx.Cast("float32", upper) * tirx.const(65536.0, "float32") + tirx.Cast("float32", lower)
+
+
+def accumulator_position(column):
+    """Where the accumulator holds a column: the order in which the lanes of `sv_gemm_digits` come."""
+    block, inner = tirx.floordiv(column, DOT_BYTES), tirx.floormod(column, DOT_BYTES)
+    lane_group, vector = tirx.floordiv(inner, 16), tirx.floordiv(tirx.floormod(inner, 16), 4)
+    return block * DOT_BYTES + vector * DOT_LANES + lane_group * 4 + tirx.floormod(column, 4)
+
+
+def _load_rows(cache_rows, last_row, name: str):
+    """Rows as they are stored; rows past the last valid one repeat it."""
+    return te.compute(
+        cache_rows.shape,
+        lambda t, c: cache_rows[tirx.min(tirx.Cast("int64", t), tirx.Cast("int64", last_row)), c],
+        name=name,
+    )
+
+
+def _nibble(byte, plane):
+    return (byte >> (tirx.Cast("uint8", plane) * tirx.const(4, "uint8"))) & tirx.const(15, "uint8")
+
+
+def _dot_shape(rows, columns: int):
+    return rows // KEYS_PER_DOT, columns // DOT_BYTES, 4, DOT_BYTES
+
+
+def key_vectors(cache_rows, last_row, planes: int):
+    """Keys as unsigned codes [T_block / 4, C / 64, E, 4, 64] uint8: lane (L, key), byte q."""
+    rows, columns = (int(n) for n in cache_rows.shape)
+    loaded = _load_rows(cache_rows, last_row, "load_k")
+    flip = tirx.const(128 if planes == 1 else 0, "uint8")
+
+    def arranged(t, v, j, x):
+        element = loaded[t * 4 + x // 4 % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x % 4]
+        return element if planes > 1 else tirx.reinterpret("uint8", element) ^ flip
+
+    quads = te.compute(_dot_shape(rows, columns), arranged, name="arrange_k")
+    if planes == 1:
+        return lambda t, v, e, j, x: quads[t, v, j, x]
+    shape = (rows // 4, columns // DOT_BYTES, planes, 4, DOT_BYTES)
+    codes = te.compute(shape, lambda t, v, e, j, x: _nibble(quads[t, v, j, x], e), name="nibbles_k")
+    return lambda t, v, e, j, x: codes[t, v, e, j, x]
+
+
+def value_vectors(cache_rows, last_row, planes: int):
+    """Values as signed codes [T_block / 4, C / 64, E, 4, 64] int8: lane (L, q), byte the key."""
+    rows, columns = (int(n) for n in cache_rows.shape)
+    loaded = _load_rows(cache_rows, last_row, "load_v")
+
+    def arranged(t, v, j, x):
+        return loaded[t * 4 + x % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x // 4 % 4]
+
+    quads = te.compute(_dot_shape(rows, columns), arranged, name="arrange_v")
+    if planes == 1:
+        return lambda t, v, e, j, x: quads[t, v, j, x]
+    shape = (rows // 4, columns // DOT_BYTES, planes, 4, DOT_BYTES)
+    offset = tirx.const(KEY_OFFSET["i4"], "uint8")
+    codes = te.compute(
+        shape,
+        lambda t, v, e, j, x: tirx.reinterpret("int8", _nibble(quads[t, v, j, x], e) - offset),
+        name="nibbles_v",
+    )
+    return lambda t, v, e, j, x: codes[t, v, e, j, x]
+
+
+def qk_gemm_digits(digits, offsets, down, code_at, shape):
+    """Scores [M, T_block] float32 of query digits against unsigned key codes.
+
+    digits [M, 4, C / 64, E, 4, 64] int8, repeated for each key of a lane group; offsets [M, 4, 16] int32: the dot
+    product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`;
+    shape: (T_block, C / 64, E).
+    """
+    rows = digits.shape[0]
+    keys, vectors, planes = shape
+    v, e = te.reduce_axis((0, vectors), name="v"), te.reduce_axis((0, planes), name="e")
+    j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
+    as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
+    sums = te.compute(
+        (keys // 4, rows, QUERY_DIGITS, DOT_LANES),
+        lambda t, m, d, lane: te.sum(
+            as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]), axis=[v, e, j, q]
+        ),
+        name="qk_sums",
+    )
+    joined = te.compute(
+        (rows, keys // 4, DOT_LANES),
+        lambda m, t, lane: join_four(*(sums[t, m, d, lane] - offsets[m, d, lane] for d in range(QUERY_DIGITS))),
+        name="qk_join",
+    )
+    group = te.reduce_axis((0, 4), name="group")
+    total = te.compute(
+        (rows, keys),
+        lambda m, t: te.sum(joined[m, t // 4, group * 4 + t % 4], axis=group),
+        name="qk_total",
+    )
+    return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
+
+
+def probability_digits(p):
+    """Digits [M, 3, T_block] uint8 of probabilities [M, T_block] >= 0 and the rows' scale_down [M]; NaN counts as 0."""
+    rows, keys = p.shape
+    t = te.reduce_axis((0, keys), name="t")
+    largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
+    field = te.compute((rows,), lambda m: unsigned_field(tirx.reinterpret("int32", largest[m])), name="p_field")
+    zero = tirx.const(0.0, "float32")
+    fixed = te.compute(
+        (rows, keys),
+        lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), scale_up(field[m])),
+        name="p_fixed",
+    )
+    digits = te.compute((rows, DIGITS, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d), name="p_digits")
+    return digits, lambda m: scale_down(field[m])
+
+
+def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int):
+    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
+
+    accumulator [M, E, C]: columns in the order of `accumulator_position`; vectors: C / 64; code_at: function of
+    `value_vectors`.
+    """
+    rows, planes, _ = (int(n) for n in accumulator.shape)
+    keys = int(digits.shape[2])
+    t, b = te.reduce_axis((0, keys // 4), name="t"), te.reduce_axis((0, 4), name="b")
+    as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
+    product = te.compute(
+        (rows, DIGITS, vectors, planes, 4, DOT_LANES),
+        lambda m, d, v, e, j, lane: te.sum(
+            as_i32(digits[m, d, t * 4 + b]) * as_i32(code_at(t, v, e, j, lane * 4 + b)), axis=[t, b]
+        ),
+        name="sv_product",
+    )
+
+    def added(m, e, c):
+        sums = (product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(DIGITS))
+        return accumulator[m, e, c] * row_beta[m] + join(*sums) * down_at(m)
+
+    return te.compute(accumulator.shape, added, name="sv")

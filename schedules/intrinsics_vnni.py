@@ -1,0 +1,215 @@
+"""Tensor intrinsics of AVX-512 VNNI, each described by its own loop nest."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.s_tir import TensorIntrin
+from tvm.script import tirx as T
+
+_BYTES = 64
+_LANES = 16
+
+
+def _register(name: str, describe, implement) -> str:
+    TensorIntrin.register(name, describe, implement, override=True)
+    return name
+
+
+def _vector(buffer, *index):
+    return buffer[(*index, T.ramp(0, 1, int(buffer.shape[-1])))]
+
+
+def _buffer(handle, shape, dtype: str):
+    strides = [T.int64() for _ in shape[:-1]] + [1]
+    return T.match_buffer(handle, shape, dtype, offset_factor=1, align=1 if dtype != "int32" else 4, strides=strides)
+
+
+def _dot(accumulator, unsigned, signed):
+    return T.call_llvm_pure_intrin("int32x16", "llvm.x86.avx512.vpdpbusd.512", accumulator, unsigned, signed)
+
+
+def _broadcast_dword(buffer):
+    """Four bytes in every lane."""
+    dword = tirx.reinterpret("int32", _vector(buffer))
+    return tirx.reinterpret("int8x64", tirx.Broadcast(dword, _LANES))
+
+
+def register_dot_keys() -> str:
+    """Register out[lane] += sum_q codes[4 lane + q] * digits[4 lane + q]; returns the intrinsic's name."""
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, b: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_buffer(a, (_BYTES,), "uint8"))
+            B = T.meta_var(_buffer(b, (_BYTES,), "int8"))
+            C = T.meta_var(_buffer(c, (_LANES,), "int32"))
+            with T.sblock("root"):
+                T.reads(C[0:_LANES], A[0:_BYTES], B[0:_BYTES])
+                T.writes(C[0:_LANES])
+                emit(A, B, C)
+
+        return body
+
+    def describe(A, B, C):
+        with T.grid(_LANES, 4) as (lane, q):
+            with T.sblock("dot"):
+                vl, vq = T.axis.spatial(_LANES, lane), T.axis.reduce(4, q)
+                product = T.Cast("int32", A[vl * 4 + vq]) * T.Cast("int32", B[vl * 4 + vq])
+                T.buffer_store(C, C[vl] + product, [vl])
+
+    def implement(A, B, C):
+        T.buffer_store(C, _dot(_vector(C), _vector(A), _vector(B)), [T.ramp(0, 1, _LANES)])
+
+    return _register("gqa_vnni_dot_keys", function(describe), function(implement))
+
+
+def register_dot_values() -> str:
+    """Register out[lane] += sum_b digits[b] * codes[4 lane + b]; returns the intrinsic's name."""
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, b: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_buffer(a, (4,), "uint8"))
+            B = T.meta_var(_buffer(b, (_BYTES,), "int8"))
+            C = T.meta_var(_buffer(c, (_LANES,), "int32"))
+            with T.sblock("root"):
+                T.reads(C[0:_LANES], A[0:4], B[0:_BYTES])
+                T.writes(C[0:_LANES])
+                emit(A, B, C)
+
+        return body
+
+    def describe(A, B, C):
+        with T.grid(_LANES, 4) as (lane, b):
+            with T.sblock("dot"):
+                vl, vb = T.axis.spatial(_LANES, lane), T.axis.reduce(4, b)
+                product = T.Cast("int32", A[vb]) * T.Cast("int32", B[vl * 4 + vb])
+                T.buffer_store(C, C[vl] + product, [vl])
+
+    def implement(A, B, C):
+        T.buffer_store(C, _dot(_vector(C), _broadcast_dword(A), _vector(B)), [T.ramp(0, 1, _LANES)])
+
+    return _register("gqa_vnni_dot_values", function(describe), function(implement))
+
+
+def _unpack(a, b, element: str, high: bool):
+    """The low or high halves of each 16 bytes of two vectors, element by element in turn."""
+    size = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}[element]
+    dtype = f"{element}x{_BYTES // size}"
+    per_group, count = 16 // size, _BYTES // size
+    first = [g * per_group + i + (per_group // 2 if high else 0) for g in range(4) for i in range(per_group // 2)]
+    lanes = [lane for i in first for lane in (i, count + i)]
+    vectors = [tirx.reinterpret(dtype, v) for v in (a, b)]
+    return tirx.Shuffle(vectors, [T.int32(lane) for lane in lanes])
+
+
+def _unpack_rows(rows, elements):
+    """Two rounds of unpacking four vectors; four vectors of int8."""
+    first, second = elements
+    a, b, c, d = rows
+    result = []
+    for outer in (False, True):
+        ab, cd = _unpack(a, b, first, outer), _unpack(c, d, first, outer)
+        result += [_unpack(ab, cd, second, inner) for inner in (False, True)]
+    return [tirx.reinterpret("int8x64", vector) for vector in result]
+
+
+def _register_arrange(name: str, source: str, target: str, elements, index, convert, convert_vector) -> str:
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_buffer(a, (4, _BYTES), source))
+            C = T.meta_var(_buffer(c, (4, _BYTES), target))
+            with T.sblock("root"):
+                T.reads(A[0:4, 0:_BYTES])
+                T.writes(C[0:4, 0:_BYTES])
+                emit(A, C)
+
+        return body
+
+    def describe(A, C):
+        with T.grid(4, _BYTES) as (j, x):
+            with T.sblock("arrange"):
+                vj, vx = T.axis.spatial(4, j), T.axis.spatial(_BYTES, x)
+                T.buffer_store(C, convert(A[index(vj, vx)]), [vj, vx])
+
+    def implement(A, C):
+        vectors = _unpack_rows([_vector(A, i) for i in range(4)], elements)
+        for j, vector in enumerate(vectors):
+            T.buffer_store(C, convert_vector(vector), [j, T.ramp(0, 1, _BYTES)])
+
+    return _register(name, function(describe), function(implement))
+
+
+def register_arrange_keys(dtype: str) -> str:
+    """Register 4 rows of 64 bytes -> 4 vectors of lanes (L, row) of 4 columns; int8 becomes unsigned code + 128."""
+    flip = dtype == "int8"
+
+    def convert(element):
+        return tirx.reinterpret("uint8", element) ^ tirx.const(128, "uint8") if flip else element
+
+    def convert_vector(vector):
+        vector = tirx.reinterpret("uint8x64", vector)
+        return vector ^ tirx.Broadcast(tirx.const(128, "uint8"), _BYTES) if flip else vector
+
+    return _register_arrange(
+        f"gqa_vnni_arrange_keys_{dtype}",
+        dtype,
+        "uint8",
+        ("int32", "int64"),
+        lambda j, x: (x // 4 % 4, x // 16 * 16 + j * 4 + x % 4),
+        convert,
+        convert_vector,
+    )
+
+
+def register_arrange_values(dtype: str) -> str:
+    """Register 4 rows of 64 bytes -> 4 vectors of lanes (L, column) of 4 rows."""
+    return _register_arrange(
+        f"gqa_vnni_arrange_values_{dtype}",
+        dtype,
+        dtype,
+        ("int8", "int16"),
+        lambda j, x: (x % 4, x // 16 * 16 + j * 4 + x // 4 % 4),
+        lambda element: element,
+        lambda vector: tirx.reinterpret(f"{dtype}x64", vector),
+    )
+
+
+def register_group_sum() -> str:
+    """Register out[t] += sum_g in[t / 4, 4 g + t mod 4] for 16 keys; returns the intrinsic's name."""
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, c: T.handle) -> None:
+            A = T.match_buffer(a, (4, _LANES), "float32", offset_factor=1, align=4, strides=[T.int64(), 1])
+            C = T.match_buffer(c, (_LANES,), "float32", offset_factor=1, align=4)
+            with T.sblock("root"):
+                T.reads(C[0:_LANES], A[0:4, 0:_LANES])
+                T.writes(C[0:_LANES])
+                emit(A, C)
+
+        return body
+
+    def describe(A, C):
+        with T.grid(_LANES, 4) as (t, g):
+            with T.sblock("sum"):
+                vt, vg = T.axis.spatial(_LANES, t), T.axis.reduce(4, g)
+                T.buffer_store(C, C[vt] + A[vt // 4, vg * 4 + vt % 4], [vt])
+
+    def implement(A, C):
+        sums = [_vector(A, i) for i in range(4)]
+        while len(sums) > 1:
+            sums = [_group_pair_sum(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
+        T.buffer_store(C, _vector(C) + sums[0], [T.ramp(0, 1, _LANES)])
+
+    return _register("gqa_vnni_group_sum", function(describe), function(implement))
+
+
+def _group_pair_sum(a, b):
+    """Groups of 4 lanes: a0 + a1, a2 + a3, b0 + b1, b2 + b3."""
+    even = [8 * g + i for g in range(4) for i in range(4)]
+    shuffles = [tirx.Shuffle([a, b], [T.int32(lane + 4 * odd) for lane in even]) for odd in (0, 1)]
+    buffer = T.alloc_buffer((_LANES,), "float32", annotations={"disable_lower_builtin": 1})
+    T.buffer_store(buffer, shuffles[0] + shuffles[1], [T.ramp(0, 1, _LANES)])
+    return buffer[T.ramp(0, 1, _LANES)]

@@ -1,0 +1,127 @@
+"""Schedule steps of the split-integer products: 4 keys at a time, in the order of memory, in registers."""
+
+from __future__ import annotations
+
+from tvm import s_tir
+
+from . import intrinsics_vnni as vnni
+from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
+
+_KEYS = 16
+_BYTES = 64
+# Few rows have too few products to hide the shuffles of whole rows: they take half a row at a time, which the CPU's
+# window spans. More rows share a vector of digits between two groups of 4 keys.
+_ROWS_BY_HALVES = 2
+
+
+def multiplies_digits(sch: Schedule) -> bool:
+    """Whether the kernel was made with split-integer products."""
+    return _has_block(sch, "qk_sums")
+
+
+def _has_block(sch: Schedule, name: str) -> bool:
+    try:
+        sch.get_sblock(name)
+    except s_tir.ScheduleError:
+        return False
+    return True
+
+
+def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
+    """Load 4 rows by whole vectors and rearrange them in registers, inside loop `at`; INT4 planes are split there."""
+    if _has_block(sch, f"nibbles_{suffix}"):
+        nibbles = sch.get_sblock(f"nibbles_{suffix}")
+        sch.compute_at(nibbles, at, preserve_unit_loops=True)
+        _by_vectors(sch, nibbles, 5)
+    arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
+    sch.compute_at(arrange, at, preserve_unit_loops=True)
+    sch.compute_at(load, at, preserve_unit_loops=True)
+    row, column = _own_loops(sch, load, 2)
+    vectors, inner = sch.split(column, [None, _BYTES])
+    sch.unroll(row)
+    sch.unroll(vectors)
+    sch.vectorize(inner)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype))
+    t, vectors, j, _ = _own_loops(sch, arrange, 4)
+    sch.unroll(t)
+    sch.unroll(vectors)
+    sch.tensorize(j, intrinsic)
+
+
+def _by_vectors(sch: Schedule, block, loops: int) -> None:
+    """Unroll the own loops of a block down to the last, which is a vector."""
+    own = _own_loops(sch, block, loops)
+    for loop in own[:-1]:
+        sch.unroll(loop)
+    sch.vectorize(own[-1])
+
+
+def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
+    """Scores [m, t]: for `quads` times 4 keys all rows' digits, then lane groups joined and summed for 16 keys."""
+    scores, total = sch.get_sblock("qk"), sch.get_sblock("qk_total")
+    joined, sums = sch.get_sblock("qk_join"), sch.get_sblock("qk_sums")
+    m, t = _own_loops(sch, scores, 2)
+    t_outer, t_inner = sch.split(t, [None, _KEYS])
+    sch.reorder(t_outer, m, t_inner)
+    sch.vectorize(t_inner)
+    sch.compute_at(total, m, preserve_unit_loops=True)
+    sch.compute_at(joined, t_outer, preserve_unit_loops=True)
+    by_halves = row_tile <= _ROWS_BY_HALVES
+    row, quad, lane = _own_loops(sch, joined, 3)
+    quad, quads = sch.split(quad, [None, 1 if by_halves else 2])
+    sch.reorder(quad, row, quads, lane)
+    for loop in (row, quads) if by_halves else (quads,):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    sch.compute_at(sums, quad if by_halves else row, preserve_unit_loops=True)
+    _tensorize_sums(sch, sums, None if by_halves else quad)
+    key = _own_loops(sch, total, 2)[0]
+    _by_vectors(sch, sch.decompose_reduction(total, key), 1)
+    sch.tensorize(key, vnni.register_group_sum())
+
+
+def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
+    """Dot products of 4 or 8 keys, which are arranged at a loop, or for each half of a row just before its products."""
+    quads, m, d, lane, v, e, j, q = _own_loops(sch, sums, 8)
+    tile = (v, e, j, d, quads, m)
+    sch.reorder(*tile, lane, q)
+    _arrange_rows(sch, "k", arrange_at or v, vnni.register_arrange_keys)
+    for loop in tile:
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(sums, v)
+    _by_vectors(sch, zeros, 4)
+    sch.tensorize(lane, vnni.register_dot_keys())
+
+
+def digits_by_vectors(sch: Schedule, lanes: int) -> None:
+    """Digits of the probabilities, a vector at a time."""
+    reduce_along_row(sch, "p_max", lanes)
+    vectorize_last(sch, "p_fixed", lanes)
+    vectorize_last(sch, "p_digits", lanes)
+    m, d, outer, middle, inner = _own_loops(sch, sch.get_sblock("p_digits"), 5)
+    sch.reorder(m, outer, middle, d, inner)
+    sch.unroll(d)
+
+
+def tile_sv_for_dots(sch: Schedule, row_tile: int, lanes: int) -> None:
+    """acc: two rows, or two halves of one, with their digits stay in registers over the keys."""
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
+    m, e, column = _own_loops(sch, result, 3)
+    rows = 2 if row_tile % 2 == 0 else 1
+    vectors = int(sch.get(column).extent) // _BYTES
+    halves = 2 if rows == 1 and vectors % 2 == 0 else 1
+    m_outer, m_inner = sch.split(m, [None, rows])
+    column_outer, outer, inner = sch.split(column, [None, halves * _BYTES // lanes, lanes])
+    sch.reorder(m_outer, column_outer, e, m_inner, outer, inner)
+    sch.compute_at(product, e, preserve_unit_loops=True)
+    for loop in (m_inner, outer):
+        sch.unroll(loop)
+    sch.vectorize(inner)
+    m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
+    sch.reorder(t, v, e, m, d, j, lane, b)
+    _arrange_rows(sch, "v", v, vnni.register_arrange_values)
+    for loop in (v, e, m, d, j):
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(product, t)
+    _by_vectors(sch, zeros, 6)
+    sch.tensorize(lane, vnni.register_dot_values())

@@ -1,0 +1,37 @@
+"""AVX-512 with VNNI: int8 and int4 decode by integer dot products where that is faster, else as AVX-512."""
+
+from . import generic, split_steps, steps
+from .block_sizes import BlockSizes
+from .generic import (
+    schedule_append,
+    schedule_flash_prefill,
+    schedule_kv_dequantize,
+    schedule_kv_quantize,
+    schedule_naive,
+    schedule_qk_gemm,
+    schedule_sv_gemm,
+)
+
+__all__ = [
+    "schedule_append",
+    "schedule_flash_decode",
+    "schedule_flash_prefill",
+    "schedule_kv_dequantize",
+    "schedule_kv_quantize",
+    "schedule_naive",
+    "schedule_qk_gemm",
+    "schedule_sv_gemm",
+]
+
+
+def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    """As generic, with the products of a split-integer kernel on byte dot products."""
+    if not split_steps.multiplies_digits(sch):
+        generic.schedule_flash_decode(sch, sizes, row_tile, columns)
+        return
+    steps.parallelize_tasks(sch)
+    steps.parallelize_tasks(sch, "merge")
+    split_steps.tile_qk_for_dots(sch, row_tile)
+    generic._schedule_few_rows_softmax(sch, sizes)
+    split_steps.digits_by_vectors(sch, sizes.lanes)
+    split_steps.tile_sv_for_dots(sch, row_tile, sizes.lanes)

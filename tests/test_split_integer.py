@@ -1,0 +1,247 @@
+"""Products by exact integer dot products: digits, joins, bounds, and the accuracy of decode against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
+from operator_calls import make_call, run
+from test_definitions import _elementwise, _run
+from tvm import te, tirx
+
+from gqa_tvm.definitions import split_integer as si
+from gqa_tvm.targets import missing_features
+
+SPLIT, FLOAT = "x86-avx512-vnni", "x86-avx512"
+needs_vnni = pytest.mark.skipif(bool(missing_features(SPLIT)), reason="needs AVX-512 VNNI")
+
+LARGEST_SIGNED = 127 * (2**24 + 2**16 + 2**8 + 1)
+
+
+def _bits(x):
+    return tirx.reinterpret("int32", x)
+
+
+@pytest.mark.parametrize("signed", [True, False], ids=["query", "probability"])
+def test_scale_is_the_largest_power_of_two_that_fits(signed):
+    x = np.concatenate([np.geomspace(1e-29, 3e38, 3000), 2.0 ** np.arange(-90, 120), [3.4028235e38]]).astype(np.float32)
+    x = np.concatenate([x, np.nextafter(x, np.float32(0))])
+    field = si.signed_field if signed else si.unsigned_field
+    up = _elementwise(lambda v: si.scale_up(field(_bits(v))), x).astype(np.float64)
+    down = _elementwise(lambda v: si.scale_down(field(_bits(v))), x).astype(np.float64)
+    np.testing.assert_array_equal(up * down, 1)
+    largest = np.rint(x * up)
+    assert (largest <= (LARGEST_SIGNED if signed else 2**24 - 1)).all()
+    assert (largest >= (2**23 if not signed else 2**29)).all()
+
+
+@pytest.mark.parametrize("x", [0.0, 1e-45, 1e-38, 2e-33])
+def test_scale_of_tiny_rows_is_finite(x):
+    bits = np.full(16, x, np.float32)
+    for field in (si.signed_field, si.unsigned_field):
+        for scale in (si.scale_up, si.scale_down):
+            got = _elementwise(lambda v, f=field, s=scale: s(f(_bits(v))), bits)
+            assert np.isfinite(got).all() and (got >= np.finfo(np.float32).tiny).all()
+
+
+def test_signed_digits_reconstruct_32_bits():
+    rng = np.random.default_rng(0)
+    edges = [0, 1, -1, 127, 128, -128, -129, 255, 256, 32767, 32768, -32768, -32769, LARGEST_SIGNED, -LARGEST_SIGNED]
+    fixed = np.concatenate([edges, rng.integers(-LARGEST_SIGNED, LARGEST_SIGNED + 1, 20000)]).astype(np.int32)
+    value = 0
+    for d in range(si.QUERY_DIGITS):
+        value = value * 256 + _elementwise(lambda v, d=d: si.signed_digits(v)[d], fixed, "int8").astype(np.int64)
+    np.testing.assert_array_equal(value, fixed)
+
+
+def test_unsigned_digits_reconstruct_24_bits():
+    fixed = np.concatenate([[0, 255, 256, 2**16, 2**24 - 1], np.arange(0, 2**24, 997)]).astype(np.int32)
+    digits = [
+        _elementwise(lambda v, d=d: si.unsigned_digit(v, d), fixed, "uint8").astype(np.int64) for d in range(si.DIGITS)
+    ]
+    np.testing.assert_array_equal(digits[0] * 2**16 + digits[1] * 2**8 + digits[2], fixed)
+
+
+def test_probabilities_of_the_largest_binade_are_exact():
+    p = np.random.default_rng(1).uniform(0.5, 0.999, (2, 64)).astype(np.float32)
+    p[1] *= np.float32(2**-60)
+    a = te.placeholder(p.shape, name="a")
+    digits, down_at = si.probability_digits(a)
+    down = te.compute((2,), down_at, name="down")
+    value = te.compute(
+        p.shape, lambda m, t: si.join(*(tirx.Cast("int32", digits[m, d, t]) for d in range(3))) * down[m], name="value"
+    )
+    np.testing.assert_array_equal(_run([a, value], [p, np.zeros(p.shape, np.float32)]), p)
+
+
+def test_probabilities_that_are_nan_count_as_zero():
+    p = np.array([[0.25, np.nan] * 32], np.float32)
+    a = te.placeholder(p.shape, name="a")
+    digits, _ = si.probability_digits(a)
+    got = _run([a, digits], [p, np.zeros((1, 3, 64), np.uint8)])
+    assert (got[:, :, 1::2] == 0).all()
+
+
+def test_join_rounds_twice_and_is_exact_for_24_bits():
+    rng = np.random.default_rng(2)
+    sums = rng.integers(-(2**21), 2**21, (3, 5000)).astype(np.int32)
+    a = te.placeholder(sums.shape, "int32", name="a")
+    joined = te.compute((5000,), lambda i: si.join(a[0, i], a[1, i], a[2, i]), name="joined")
+    got = _run([a, joined], [sums, np.zeros(5000, np.float32)])
+    wanted = (sums * np.array([[2**16], [2**8], [1]], np.int64)).sum(0)
+    assert (np.abs(got - wanted) <= np.abs(wanted) * 2.0**-23).all()
+
+
+def test_accumulator_positions_are_a_permutation():
+    columns = np.arange(256, dtype=np.int32)
+    positions = _elementwise(si.accumulator_position, columns, "int32")
+    np.testing.assert_array_equal(np.sort(positions), columns)
+    np.testing.assert_array_equal(positions // 64, columns // 64)
+
+
+def test_no_sum_overflows_at_the_extremes():
+    for largest in (128 * 128 * si.LARGEST_COLUMNS // 4, 255 * 128 * si.LARGEST_KEYS):
+        assert largest * 2**8 + largest < 2**31
+    sizes = DEFAULT_BLOCK_SIZES[SPLIT]
+    assert sizes.splits_integers("i8", si.LARGEST_COLUMNS, 1)
+    assert not sizes.splits_integers("i8", si.LARGEST_COLUMNS + si.DOT_BYTES, 1)
+    large = replace(sizes, decode_kv_block=2 * si.LARGEST_KEYS)
+    assert not large.splits_integers("i8", si.DOT_BYTES, 1)
+
+
+def _decode(codes, scale):
+    """Values of one entry's cache rows in float64."""
+    if codes.dtype == np.uint8:
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:2], -1).astype(np.float64) - 8
+    scale = scale.astype(np.float64)
+    return codes * (scale if scale.size == 1 else scale.reshape(codes.shape[0], 1, -1))
+
+
+def _exact(attributes, inputs, keys, values):
+    """Decode of one token in float64; the caches [1, N_kv, T, columns] hold the new row."""
+    keys, values = _decode(keys[0], inputs["k_scale"]), _decode(values[0], inputs["v_scale"])
+    query = inputs["query"].astype(np.float64).reshape(len(keys), -1, keys.shape[-1])
+    scores = np.einsum("ngh,nth->ngt", query, keys) * attributes.get("scale", query.shape[-1] ** -0.5)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("ngt,nth->ngh", p / p.sum(-1, keepdims=True), values).reshape(1, 1, -1)
+
+
+def _errors(attributes, inputs):
+    """Largest errors against float64 of (integer, float32) products."""
+    results = {target: run(attributes, inputs, target=target) for target in (SPLIT, FLOAT)}
+    exact = _exact(attributes, inputs, results[FLOAT].present_key, results[FLOAT].present_value)
+    return tuple(float(np.abs(results[target].output - exact).max()) for target in (SPLIT, FLOAT)), np.abs(exact).max()
+
+
+def _call(group=2, total=900, cache="i8", head_size=64, seed=0):
+    return make_call(cache, total=total, heads=group, kv_heads=1, head_size=head_size, capacity=total, seed=seed)
+
+
+def _heavy_tail(inputs):
+    inputs["query"] = inputs["query"] * 0.02
+    inputs["query"][..., ::16] *= 100
+
+
+QUERIES = {
+    "random": lambda inputs: None,
+    "heavy-tailed": _heavy_tail,
+    "constant": lambda inputs: inputs.update(query=np.full_like(inputs["query"], 0.3)),
+    "tiny": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e-20)),
+    "huge": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e20)),
+    "zero": lambda inputs: inputs.update(query=np.zeros_like(inputs["query"])),
+}
+
+
+@needs_vnni
+@pytest.mark.parametrize("cache", ["i8", "i8-channel"])
+@pytest.mark.parametrize("kind", QUERIES)
+def test_errors_are_those_of_float32(kind, cache):
+    worst = np.zeros(2)
+    for seed in range(4):
+        attributes, inputs = _call(cache=cache, seed=seed)
+        QUERIES[kind](inputs)
+        (split, single), scale = _errors(attributes, inputs)
+        worst = np.maximum(worst, [split, single])
+    # A few rounding units of the output: below that the two differ by chance.
+    assert worst[0] <= 2 * worst[1] + 2e-7 * scale, worst
+
+
+@needs_vnni
+@pytest.mark.parametrize("group", [1, 3, 8])
+def test_int4_errors_are_those_of_float32(group):
+    attributes, inputs = _call(group, cache="i4", head_size=128)
+    (split, single), scale = _errors(attributes, inputs)
+    assert split <= 2 * single + 2e-7 * scale
+
+
+@needs_vnni
+@pytest.mark.parametrize("dominant", [False, True], ids=["uniform", "one dominant key"])
+def test_many_keys(dominant):
+    attributes, inputs = _call(group=1, total=100_000)
+    attributes["scale"] = 1.0
+    inputs["query"][:] = 0
+    inputs["query"][..., 0] = 1
+    inputs["past_key"][..., 0] = 0
+    inputs["key"][:] = 0
+    if dominant:
+        # exp(-12) a key: all others together weigh 0.6 of the dominant one.
+        inputs["k_scale"][:] = 12 / 127
+        inputs["past_key"][..., 31_415, 0] = 127
+    (split, single), scale = _errors(attributes, inputs)
+    assert split <= 2 * single + 2e-7 * scale
+
+
+@needs_vnni
+@pytest.mark.parametrize("cache", ["i8", "i4"])
+def test_extreme_codes_and_digits_are_exact(cache):
+    """All codes and digits at their bounds: equal keys, so that the output is the value."""
+    attributes, inputs = _call(group=2, total=200, cache=cache, head_size=128)
+    code = -128 if cache == "i8" else 0
+    inputs["past_key"][:], inputs["past_value"][:] = code, code
+    inputs["query"][:] = LARGEST_SIGNED
+    inputs["query"][..., ::2] *= -1
+    low = np.float32(-1e6)
+    inputs["key"][:], inputs["value"][:] = low, low
+    output = run(attributes, inputs, target=SPLIT).output
+    np.testing.assert_allclose(output, (-128 if cache == "i8" else -8) * inputs["v_scale"][0], rtol=3e-7)
+
+
+@needs_vnni
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_query_that_is_not_finite_gives_nan_in_its_row_alone(bad):
+    attributes, inputs = _call(group=2)
+    wanted = run(attributes, inputs, target=SPLIT).output
+    inputs["query"][..., 3] = bad
+    output = run(attributes, inputs, target=SPLIT).output
+    assert np.isnan(output[..., :64]).all()
+    np.testing.assert_array_equal(output[..., 64:], wanted[..., 64:])
+
+
+@needs_vnni
+@pytest.mark.parametrize("group", [1, 2])
+def test_results_are_the_same_for_any_number_of_threads(group):
+    attributes, inputs = _call(group, total=3000)
+    outputs = [run(attributes, inputs, target=SPLIT, num_threads=n).output for n in (1, 2, 5)]
+    for output in outputs[1:]:
+        np.testing.assert_array_equal(output, outputs[0])
+
+
+@needs_vnni
+@pytest.mark.parametrize("group", [1, 3, 5, 8])
+@pytest.mark.slow
+def test_every_row_tile(group):
+    for total in (1, 63, 65, 1030):
+        attributes, inputs = _call(group, total=total)
+        (split, single), scale = _errors(attributes, inputs)
+        assert split <= 2 * single + 4e-7 * scale
+
+
+@needs_vnni
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", 256), ("i8", 192), ("i4", 256)])
+@pytest.mark.slow
+def test_large_heads(cache, head_size):
+    attributes, inputs = _call(2, cache=cache, head_size=head_size)
+    (split, single), scale = _errors(attributes, inputs)
+    assert split <= 2 * single + 4e-7 * scale
