@@ -38,11 +38,6 @@ def narrow(x, fmt: str):
     return tirx.Let(bits, tirx.reinterpret("uint32", x), tirx.Cast("uint16", upper))
 
 
-def is_not_finite(x):
-    """Whether a float32 is NaN or infinite, as int32 magnitude bits >= those of infinity."""
-    return magnitude_bits(x) >= tirx.const(0x7F800000, "int32")
-
-
 def magnitude_bits(x):
     """The bits of |x| of a float32 as int32: ordered as the magnitudes, NaN above infinity."""
     return tirx.reinterpret("int32", x) & tirx.const(0x7FFFFFFF, "int32")

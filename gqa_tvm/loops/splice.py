@@ -50,11 +50,3 @@ def splice(step, stand_ins: Sequence) -> None:
         return node
 
     T.add_to_parent(tvm_ffi.structural_map(step.body, (Var, substitute)))
-
-
-def emit_step(name: str, step, stand_ins: Sequence, reads: Sequence, writes: Sequence) -> None:
-    """`splice` inside a block of its own, so that schedule primitives see this step alone."""
-    with T.sblock(name):
-        T.reads(*reads)
-        T.writes(*writes)
-        splice(step, stand_ins)
