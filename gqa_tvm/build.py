@@ -16,8 +16,8 @@ from threading import Lock
 from .errors import BuildError
 from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
 from .kernels import TOKEN_TILES, CacheFormat, KernelSpec, decode_row_tile
-from .schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from .targets import best_target, usable_cores
+from .variants import Variant, machine_variant
 
 USUAL_HEAD_SIZES = (64, 128)
 USUAL_CACHES: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
@@ -28,11 +28,11 @@ _NATIVE = Path(__file__).parent / "native"
 _BUILD_LOCK = Lock()
 
 
-def usual_kernels(target: str, head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
+def usual_kernels(variant: Variant, head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
     """The kernels that `build` makes ahead: every step of a float32 query at common head sizes and group sizes."""
     specs = []
     row_tiles = sorted({decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES))
-    row_blocks = (0, *DEFAULT_BLOCK_SIZES[target].small_q_blocks)
+    row_blocks = (0, *variant.sizes.default.small_q_blocks)
     for head_size in head_sizes:
         for cache in USUAL_CACHES:
             specs += [
@@ -84,19 +84,19 @@ def build_launcher() -> Path:
     return path
 
 
-def build_kernel(spec: KernelSpec, target: str) -> Path:
+def build_kernel(spec: KernelSpec, variant: Variant) -> Path:
     """Compile one kernel into the cache unless it is there; returns its path. Needs apache-tvm and a C compiler."""
-    path = kernel_path(spec, target)
+    path = kernel_path(spec, variant)
     with _BUILD_LOCK:
         if not path.exists():
             try:
                 from .lowering import compile_kernel
             except ImportError as error:
                 raise BuildError(
-                    f"kernel {spec.name} is not built for {target} and apache-tvm, which builds it, is missing: "
-                    f"pip install 'gqa_tvm[build]' ({error})"
+                    f"kernel {spec.name} is not built for {variant.target.name} and apache-tvm, which builds it, "
+                    f"is missing: pip install 'gqa_tvm[build]' ({error})"
                 ) from error
-            module = compile_kernel(spec, target, DEFAULT_BLOCK_SIZES[target])
+            module = compile_kernel(spec, variant)
 
             _publish(lambda made: module.write_to_file(str(made), "o"), _object_path(path))
             _publish(lambda made: _link([_object_path(path)], made), path)
@@ -115,30 +115,30 @@ def build(
     progress: called with (done, total, kernel name). Kernels that are already there are not built again.
     Returns the kernels' paths. Raises BuildError.
     """
-    target = target or best_target()
-    specs = usual_kernels(target, head_sizes)
+    variant = machine_variant(target or best_target())
+    specs = usual_kernels(variant, head_sizes)
     build_launcher()
-    missing = [spec for spec in specs if not kernel_path(spec, target).exists()]
+    missing = [spec for spec in specs if not kernel_path(spec, variant).exists()]
     done = len(specs) - len(missing)
     if missing:
         # Fresh interpreters: TVM holds threads and locks that a fork would copy in any state.
         with ProcessPoolExecutor(min(usable_cores(), len(missing)), get_context("spawn")) as pool:
-            futures = {pool.submit(build_kernel, spec, target): spec for spec in missing}
+            futures = {pool.submit(build_kernel, spec, variant): spec for spec in missing}
             for future in as_completed(futures):
                 future.result()
                 done += 1
                 if progress is not None:
                     progress(done, len(specs), futures[future].name)
     if output is not None:
-        _build_library(specs, target, Path(output))
-    return [kernel_path(spec, target) for spec in specs]
+        _build_library(specs, variant, Path(output))
+    return [kernel_path(spec, variant) for spec in specs]
 
 
-def _build_library(specs: list[KernelSpec], target: str, output: Path) -> None:
-    objects = [_object_path(kernel_path(spec, target)) for spec in specs]
+def _build_library(specs: list[KernelSpec], variant: Variant, output: Path) -> None:
+    objects = [_object_path(kernel_path(spec, variant)) for spec in specs]
     _publish(lambda made: _link(objects, made), output)
     names = [spec.name for spec in specs]
-    manifest = {"stamp": build_stamp(), "target": target, "bytes": output.stat().st_size, "kernels": names}
+    manifest = {"stamp": build_stamp(), "target": variant.target.name, "bytes": output.stat().st_size, "kernels": names}
     _publish(lambda made: _write_json(made, manifest), manifest_path(output))
 
 

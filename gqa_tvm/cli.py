@@ -179,9 +179,10 @@ def _build_with_progress(target: str | None, head_sizes: Sequence[int], output: 
     from gqa_tvm.build import build, usual_kernels
     from gqa_tvm.progress import ProgressBar
     from gqa_tvm.targets import best_target
+    from gqa_tvm.variants import machine_variant
 
     target = target or best_target()
-    with ProgressBar("building kernels", len(usual_kernels(target, head_sizes))) as bar:
+    with ProgressBar("building kernels", len(usual_kernels(machine_variant(target), head_sizes))) as bar:
         paths = build(
             target, output, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}")
         )
@@ -193,10 +194,11 @@ def _build(options: argparse.Namespace) -> int:
     """Builds the usual kernels into the cache."""
     from gqa_tvm.kernel_cache import kernel_directory
     from gqa_tvm.targets import best_target
+    from gqa_tvm.variants import machine_variant
 
     target = options.target or best_target()
     count = _build_with_progress(target, options.head_sizes, options.output)
-    print(f"{count} kernels for {target} in {options.output or kernel_directory(target)}")
+    print(f"{count} kernels for {target} in {options.output or kernel_directory(machine_variant(target))}")
     return 0
 
 
@@ -205,17 +207,18 @@ def _info(options: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     from gqa_tvm.kernel_cache import kernel_directory
-    from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
-    from gqa_tvm.targets import FALLBACKS, architecture, best_target, missing_features, target_facts
+    from gqa_tvm.targets import best_target, missing_features, own_chain, target_facts
+    from gqa_tvm.variants import machine_variant
 
-    for target in FALLBACKS.get(architecture(), ("generic",)):
+    for target in own_chain():
         missing = ", ".join(sorted(missing_features(target)))
-        print(f"{target:12} {'lacks ' + missing if missing else 'runs here'}")
-    target = best_target()
-    print(f"chosen: {target}")
-    for name, value in {**asdict(target_facts(target)), **DEFAULT_BLOCK_SIZES[target].as_dict()}.items():
+        print(f"{target:18} {'lacks ' + missing if missing else 'runs here'}")
+    variant = machine_variant(best_target())
+    print(f"chosen: {variant.target.name}")
+    for name, value in {**asdict(target_facts(variant.target)), **variant.sizes.default.as_dict()}.items():
         print(f"  {name:20} {value}")
-    print(f"kernels: {len(list(kernel_directory(target).glob('*.so')))} in {kernel_directory(target)}")
+    directory = kernel_directory(variant)
+    print(f"kernels: {len(list(directory.glob('*.so')))} in {directory}")
     return 0
 
 

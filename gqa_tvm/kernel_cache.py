@@ -11,10 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .kernels import KernelSpec
+from .variants import Variant
 
 _PACKAGE = Path(__file__).parent
 _CODE_FOLDERS = ("definitions", "loops")
-_CODE_FILES = ("kernels.py", "kernel_arguments.py", "lowering.py", "targets.py")
+_CODE_FILES = ("kernels.py", "kernel_arguments.py", "lowering.py", "targets.py", "variants.py")
 
 
 def cache_directory() -> Path:
@@ -62,14 +63,15 @@ def launcher_stamp() -> str:
     return _hash_files(_sources(_PACKAGE / "native"))
 
 
-def kernel_directory(target: str) -> Path:
-    """Folder of the current kernels of a target."""
-    return cache_directory() / "kernels" / build_stamp() / target
+def kernel_directory(variant: Variant) -> Path:
+    """Folder of a variant's own kernels, as today's sources and its default block sizes make them."""
+    target, sizes = variant.target, variant.sizes.default
+    return cache_directory() / "kernels" / build_stamp() / target.architecture / f"{target.name}-{sizes.digest()}"
 
 
-def kernel_path(spec: KernelSpec, target: str) -> Path:
-    """The shared object of one kernel."""
-    return kernel_directory(target) / f"{spec.name}.so"
+def kernel_path(spec: KernelSpec, variant: Variant) -> Path:
+    """The shared object of one kernel, in the folder of the variant whose code it is."""
+    return kernel_directory(variant.owner(spec)) / f"{spec.name}.so"
 
 
 def manifest_path(library: Path) -> Path:

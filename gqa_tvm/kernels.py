@@ -28,7 +28,7 @@ ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 _NAME = re.compile(
     r"(?P<operation>append|flash_prefill|flash_decode|naive|kv_quantize|kv_dequantize|qk_gemm|sv_gemm)"
     r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
-    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?"
+    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_t(?P<tuned>[0-9a-f]{6}))?"
 )
 
 
@@ -38,7 +38,8 @@ class KernelSpec:
 
     query: format of query, key, value, output and what comes with them; cache: format of the stored rows.
     head_size: H. row_tile: rows that share a register tile in flash_decode and the GEMMs, rows of a task in
-    flash_prefill where it is not the usual q_block (0 elsewhere).
+    flash_prefill where it is not the usual q_block (0 elsewhere). tuned: digest of block sizes that tuning found for it
+    (`tuned_sizes.TunedRecord.digest`), "" = the target's default.
     """
 
     operation: Operation
@@ -46,10 +47,11 @@ class KernelSpec:
     cache: CacheFormat
     head_size: int
     row_tile: int = 0
+    tuned: str = ""
 
     @property
     def name(self) -> str:
-        suffix = f"_r{self.row_tile}" if self.row_tile else ""
+        suffix = (f"_r{self.row_tile}" if self.row_tile else "") + (f"_t{self.tuned}" if self.tuned else "")
         return f"{self.operation}_{self.query}_{self.cache}_h{self.head_size}{suffix}"
 
     @property
@@ -74,7 +76,8 @@ class KernelSpec:
             raise ValueError(f"{name!r} is not a kernel name such as flash_decode_f32_i8_h128_r2")
         fields: dict[str, Any] = match.groupdict()
         formats = fields["query"], fields["cache"]
-        return KernelSpec(fields["operation"], *formats, int(fields["head"]), int(fields["rows"] or 0))
+        numbers = int(fields["head"]), int(fields["rows"] or 0)
+        return KernelSpec(fields["operation"], *formats, *numbers, fields["tuned"] or "")
 
 
 def row_tile_for(rows: int) -> int:

@@ -19,21 +19,21 @@ from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .schedules.block_sizes import BlockSizes
-from .targets import converts_float16, llvm_target
+from .targets import Target, llvm_target
+from .variants import Variant
 
 # Register tiles and other small scratch live on the stack, where LLVM turns them into registers; larger scratch comes
 # from the workspace, so that a worker's stack stays small.
 _STACK_LIMIT_BYTES = 4096
 
 
-def schedule_module(target: str) -> ModuleType:
+def schedule_module(target: Target) -> ModuleType:
     """The schedules of a target."""
-    return importlib.import_module(f".schedules.{target.replace('-', '_')}", __package__)
+    return importlib.import_module(f".schedules.{target.name.replace('-', '_')}", __package__)
 
 
-def scheduled_module(spec: KernelSpec, target: str, sizes: BlockSizes) -> tvm.IRModule:
-    """The kernel as scheduled TensorIR."""
-    schedules = schedule_module(target)
+def kernel_loops(spec: KernelSpec, sizes: BlockSizes):
+    """The kernel's PrimFunc before any schedule."""
     loops = {
         "flash_prefill": flash_prefill,
         "flash_decode": flash_decode,
@@ -43,14 +43,31 @@ def scheduled_module(spec: KernelSpec, target: str, sizes: BlockSizes) -> tvm.IR
         "qk_gemm": qk_gemm,
         "sv_gemm": sv_gemm,
     }
+    return append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
+
+
+def fitted_sizes(spec: KernelSpec, sizes: BlockSizes) -> BlockSizes:
+    """The sizes for the rows of a flash_prefill task where the spec says how many; else as they are."""
     if spec.operation == "flash_prefill" and spec.row_tile:
-        sizes = sizes.with_q_block(spec.row_tile)
-    function = append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
-    schedule = s_tir.Schedule(tvm.IRModule({spec.name: function}))
-    schedule.work_on(spec.name)
+        return sizes.with_q_block(spec.row_tile)
+    return sizes
+
+
+def apply_schedule(schedule: s_tir.Schedule, spec: KernelSpec, target: Target, sizes: BlockSizes) -> None:
+    """Schedule the kernel's loops for a target, in place."""
+    schedules = schedule_module(target)
     few_rows = spec.operation in ("flash_decode", "qk_gemm", "sv_gemm")
     arguments = (spec.row_tile, spec.cache_columns) if few_rows else ()
     getattr(schedules, f"schedule_{spec.operation}")(schedule, sizes, *arguments)
+
+
+def scheduled_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
+    """The kernel as scheduled TensorIR."""
+    sizes = fitted_sizes(spec, variant.sizes.sizes(spec))
+    function = kernel_loops(spec, sizes).with_attr("global_symbol", variant.symbol(spec))
+    schedule = s_tir.Schedule(tvm.IRModule({spec.name: function}))
+    schedule.work_on(spec.name)
+    apply_schedule(schedule, spec, variant.target, sizes)
     return schedule.mod
 
 
@@ -105,10 +122,10 @@ def _float16_by_integers():
     return rewrite
 
 
-def _passes(target: str, reuse_storage: bool) -> list:
+def _passes(target: Target, reuse_storage: bool) -> list:
     s, t = s_tir.transform, tirx.transform
     return [
-        *([] if converts_float16(target) else [_float16_by_integers()]),
+        *([] if target.converts_float16 else [_float16_by_integers()]),
         s.CanonicalizeLoop(),
         s.LowerInitBlock(),
         s.PlanAndUpdateBufferAllocationLocation(),
@@ -149,13 +166,27 @@ def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     return decodes and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
 
 
-def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
-    """TVM runtime module of one kernel (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
-    mod = scheduled_module(spec, target, sizes)
-    tvm_target = tvm.target.Target(llvm_target(target))
-    tvm_target = tvm_target.with_host(tvm_target)
-    mod = tirx.transform.BindTarget(tvm_target)(mod)
+def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
+    """The kernel as LLVM's code generator takes it."""
+    owner = variant.owner(spec)
+    target, sizes = owner.target, owner.sizes.sizes(spec)
+    tvm_target = _tvm_target(target)
+    mod = tirx.transform.BindTarget(tvm_target)(scheduled_module(spec, owner))
     with tvm_target:
-        mod = tvm.ir.transform.Sequential(_passes(target, not _multiplies_digits(spec, sizes)))(mod)
+        return tvm.ir.transform.Sequential(_passes(target, not _multiplies_digits(spec, sizes)))(mod)
+
+
+def generate_code(lowered: tvm.IRModule, target: Target):
+    """TVM runtime module of lowered kernels (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
     # tvm.tirx.build the function hides the module of the same name.
-    return sys.modules["tvm.tirx.build"].tir_to_runtime(mod, {}, tvm_target)
+    return sys.modules["tvm.tirx.build"].tir_to_runtime(lowered, {}, _tvm_target(target))
+
+
+def compile_kernel(spec: KernelSpec, variant: Variant):
+    """TVM runtime module of one kernel."""
+    return generate_code(lowered_module(spec, variant), variant.owner(spec).target)
+
+
+def _tvm_target(target: Target):
+    tvm_target = tvm.target.Target(llvm_target(target))
+    return tvm_target.with_host(tvm_target)

@@ -13,7 +13,6 @@ from .kernel_calls import AttentionCall
 from .kv_cache import plan_layout, prepare_presents
 from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
 from .runtime import KernelLibrary, launcher, library_for
-from .schedules.block_sizes import DEFAULT_BLOCK_SIZES, BlockSizes
 from .strategy import Strategy, StrategyRules, flash_disabled, strategy_from
 from .targets import require_runnable, usable_cores
 from .validation import Inputs, Problem, validate
@@ -127,7 +126,7 @@ class GroupQueryAttention:
         if prepared is None:
             if self._library is None:
                 self._library = library_for(self._target, self._library_path)
-            rules = StrategyRules(self._strategy, self._naive_only, DEFAULT_BLOCK_SIZES[self._library.target])
+            rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
             prepared = PreparedCall(self.attributes, inputs, problem, self._library, rules, self._num_threads)
             if len(self._prepared) >= _REMEMBERED:
                 self._prepared.clear()
@@ -154,7 +153,7 @@ class GroupQueryAttention:
         values.start()
         if problem.kv_sequence_length:
             call.append(prepared.append)
-        self._attend(call, attention, prepared.sizes, output_qk)
+        self._attend(call, attention, output_qk)
         keys.finish()
         values.finish()
         self.last_plan = attention.plan
@@ -166,8 +165,8 @@ class GroupQueryAttention:
         return GroupQueryAttentionResult(flat, keys.array, values.array, output_qk)
 
     @staticmethod
-    def _attend(call: AttentionCall, attention: Attention, sizes: BlockSizes, output_qk: np.ndarray | None) -> None:
-        choice = attention.choice
+    def _attend(call: AttentionCall, attention: Attention, output_qk: np.ndarray | None) -> None:
+        choice, sizes = attention.choice, attention.sizes
         if choice.strategy is Strategy.NAIVE:
             call.naive(attention.kernel, output_qk)
         elif choice.few_rows:

@@ -14,6 +14,7 @@ from .kernels import FORMATS, KernelSpec, decode_row_tile, prefill_row_block
 from .runtime import KernelLibrary
 from .schedules.block_sizes import BlockSizes
 from .strategy import Choice, Strategy, StrategyRules
+from .tuned_sizes import TunedKernel, total_bucket
 from .validation import Inputs, Problem
 
 Kernel = Callable[..., Any]
@@ -27,14 +28,20 @@ def signature_of(arrays: Sequence[np.ndarray | None]) -> Signature:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call ran and why."""
+    """What a call ran and why.
+
+    block_sizes: of the attention kernel; sizes_origin: "default" or the tuning record they come from. target: the
+    variant; target_reason: why this one.
+    """
 
     strategy: Strategy
     reason: str
     kernels: tuple[str, ...]
     block_sizes: BlockSizes
+    sizes_origin: str
     num_threads: int
     target: str
+    target_reason: str
 
 
 class Attention(NamedTuple):
@@ -42,6 +49,7 @@ class Attention(NamedTuple):
 
     choice: Choice
     spec: KernelSpec
+    sizes: BlockSizes
     kernel: Kernel
     plan: Plan
 
@@ -59,33 +67,49 @@ class PreparedCall:
         num_threads: int,
     ) -> None:
         self.problem = problem
-        self.sizes = rules.sizes
         self._library, self._rules, self._num_threads = library, rules, num_threads
         self._attributes = attributes
         formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
         self._append = KernelSpec("append", *formats, problem.head_size)  # type: ignore[arg-type]
         self.append = library.kernel(self._append)
         self.forms = ArgumentForms.of(attributes, inputs, problem, self._append.query)
-        self._attention: dict[bool, Attention] = {}
+        # The same for every T of a signature: see tuned_sizes.ORDER_FIELDS.
+        self._kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
+        self._attention: dict[tuple[bool, int], Attention] = {}
 
     def attention(self, problem: Problem) -> Attention:
         """The attention kernel for a problem: the length T may change it within a signature."""
-        is_long = problem.total_sequence_length > self._rules.sizes.kv_chunk
-        found = self._attention.get(is_long)
+        total = problem.total_sequence_length
+        key = total > self._kv_chunk, total_bucket(total)
+        found = self._attention.get(key)
         if found is None:
-            found = self._attention[is_long] = self._choose(problem)
+            found = self._attention[key] = self._choose(problem)
         return found
 
+    def _decode_spec(self, problem: Problem) -> KernelSpec:
+        tile = decode_row_tile(problem.sequence_length, problem.group_size)
+        return replace(self._append, operation="flash_decode", row_tile=tile)
+
+    def _prefill_spec(self, problem: Problem) -> KernelSpec:
+        default, rows = self._library.sizes.default, problem.sequence_length * problem.group_size
+        row_block = prefill_row_block(rows, default.q_block, default.small_q_blocks)
+        return replace(self._append, operation="flash_prefill", row_tile=row_block)
+
+    def _tuned(self, spec: KernelSpec, problem: Problem) -> TunedKernel:
+        total = problem.total_sequence_length
+        return self._library.sizes.choose(spec, problem.group_size, total, self._num_threads)
+
     def _choose(self, problem: Problem) -> Attention:
-        choice = self._rules.choose(self._attributes, problem)
-        sizes, rows = self.sizes, problem.sequence_length * problem.group_size
-        row_block = prefill_row_block(rows, sizes.q_block, sizes.small_q_blocks)
-        spec = replace(self._append, operation="flash_prefill", row_tile=row_block)
+        choice = self._rules.choose(self._attributes, problem, self._kv_chunk)
         if choice.strategy is Strategy.NAIVE:
-            spec = replace(spec, operation="naive", row_tile=0)
-        elif choice.few_rows:
-            tile = decode_row_tile(problem.sequence_length, problem.group_size)
-            spec = replace(spec, operation="flash_decode", row_tile=tile)
+            wanted = replace(self._append, operation="naive")
+        else:
+            wanted = self._decode_spec(problem) if choice.few_rows else self._prefill_spec(problem)
+        tuned = self._tuned(wanted, problem)
+        spec, sizes, origin = tuned.spec, tuned.sizes, tuned.origin
         names = (self._append.name, spec.name) if problem.kv_sequence_length else (spec.name,)
-        plan = Plan(choice.strategy, choice.reason, names, self._rules.sizes, self._num_threads, self._library.target)
-        return Attention(choice, spec, self._library.kernel(spec), plan)
+        library, threads = self._library, self._num_threads
+        plan = Plan(
+            choice.strategy, choice.reason, names, sizes, origin, threads, library.target, library.target_reason
+        )
+        return Attention(choice, spec, sizes, library.kernel(spec), plan)

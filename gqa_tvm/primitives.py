@@ -20,7 +20,7 @@ from .errors import InvalidArgument
 from .kernels import CacheFormat, KernelSpec, Operation, row_tile_for
 from .operator import GroupQueryAttention
 from .runtime import launcher, library_for
-from .schedules.block_sizes import DEFAULT_BLOCK_SIZES, BlockSizes
+from .schedules.block_sizes import BlockSizes
 from .targets import usable_cores
 
 _FORMATS: dict[int, CacheFormat] = {8: "i8", 4: "i4"}
@@ -219,7 +219,7 @@ def _kernel(
     spec = KernelSpec(operation, "f32", _FORMATS[bits], columns, row_tile_for(rows) if rows else 0)
     kernel = library.kernel(spec)
     launcher().use_threads(threads)
-    return kernel, spec, DEFAULT_BLOCK_SIZES[library.target]
+    return kernel, spec, library.sizes.default
 
 
 def _bits(bits: int) -> int:

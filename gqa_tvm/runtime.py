@@ -16,6 +16,8 @@ from .errors import BuildError
 from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
 from .kernels import KernelSpec
 from .targets import best_target, require_runnable
+from .tuned_sizes import SizesTable
+from .variants import machine_variant
 
 _HOOKS = ("__TVMBackendParallelLaunch", "__TVMBackendAllocWorkspace", "__TVMBackendFreeWorkspace")
 
@@ -70,13 +72,20 @@ class KernelLibrary:
     """The kernels of one target; a kernel is loaded, and built if it must be, when it is first asked for."""
 
     def __init__(self, target: str | None = None) -> None:
+        self.target_reason = "asked for" if target else "the best for this CPU"
         if target is None:
             target = best_target()
         else:
             require_runnable(target)
         self.target = target
+        self.variant = machine_variant(target)
         self._functions: dict[KernelSpec, Callable[..., Any]] = {}
         self._modules: list[Any] = []
+
+    @property
+    def sizes(self) -> SizesTable:
+        """Block sizes of the kernels."""
+        return self.variant.sizes
 
     def kernel(self, spec: KernelSpec) -> Callable[..., Any]:
         """The callable of a kernel. Raises BuildError when it is neither built nor buildable here."""
@@ -84,11 +93,11 @@ class KernelLibrary:
         return function if function is not None else self._load(spec)
 
     def _load(self, spec: KernelSpec) -> Callable[..., Any]:
-        path = kernel_path(spec, self.target)
+        path = kernel_path(spec, self.variant)
         if not path.exists():
             from .build import build_kernel
 
-            build_kernel(spec, self.target)
+            build_kernel(spec, self.variant)
         self._load_file(path, [spec])
         return self._functions[spec]
 
@@ -98,7 +107,7 @@ class KernelLibrary:
             module = tvm_ffi.load_module(str(path))
             services.install(path)
             self._modules.append(module)
-            self._functions.update({spec: module[spec.name] for spec in specs})
+            self._functions.update({spec: module[self.variant.symbol(spec)] for spec in specs})
 
 
 def load(path: str | os.PathLike[str]) -> KernelLibrary:

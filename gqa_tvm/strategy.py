@@ -8,7 +8,6 @@ from enum import Enum
 
 from .attributes import Attributes
 from .errors import InvalidArgument
-from .schedules.block_sizes import BlockSizes
 from .validation import Problem
 
 
@@ -52,27 +51,31 @@ def flash_disabled() -> bool:
 @dataclass(frozen=True)
 class StrategyRules:
     """What decides besides the call itself. wanted: the user's strategy; naive_only: flash is disabled by the
-    environment; sizes: of the target."""
+    environment; few_rows: rows of several tokens that flash_decode takes at most."""
 
     wanted: Strategy
     naive_only: bool
-    sizes: BlockSizes
+    few_rows: int
 
-    def choose(self, attributes: Attributes, problem: Problem) -> Choice:
+    def has_few_rows(self, problem: Problem) -> bool:
+        """Whether flash runs the kernel with head columns as lanes."""
+        return problem.sequence_length == 1 or problem.sequence_length * problem.group_size <= self.few_rows
+
+    def choose(self, attributes: Attributes, problem: Problem, kv_chunk: int) -> Choice:
         """The kernel for a call; depends on its shapes alone, never on threads, so that results do not either.
 
-        Raises InvalidArgument if a forced strategy cannot run.
+        kv_chunk: keys of a task of flash decoding. Raises InvalidArgument if a forced strategy cannot run.
         """
         rows = problem.sequence_length * problem.group_size
-        few_rows = rows <= self.sizes.few_rows or problem.sequence_length == 1
+        few_rows = self.has_few_rows(problem)
         if self.wanted is not Strategy.AUTO:
             return _forced(self.wanted, attributes, few_rows)
         if attributes.qk_output:
             return Choice(Strategy.NAIVE, "output_qk is only computed by naive")
         if self.naive_only:
             return Choice(Strategy.NAIVE, "ORT_GQA_DISABLE_FLASH_ATTENTION is set")
-        if few_rows and problem.total_sequence_length > self.sizes.kv_chunk:
-            reason = f"{rows} rows per KV head over more than {self.sizes.kv_chunk} keys"
+        if few_rows and problem.total_sequence_length > kv_chunk:
+            reason = f"{rows} rows per KV head over more than {kv_chunk} keys"
             return Choice(Strategy.FLASH_DECODING, reason, few_rows=True)
         return Choice(Strategy.FLASH, f"{rows} rows per KV head", few_rows)
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..targets import TargetFacts
 
 # Bytes of a cache row that one vector of the integer dot product takes, and how many its sums have room for.
 _DOT_BYTES = 64
@@ -86,22 +93,38 @@ class BlockSizes:
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
+    def digest(self) -> str:
+        """Eight hexadecimal digits that tell these sizes from others."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
-def _sizes(
-    lanes: int,
-    q_blocks: tuple[int, int],
-    kv_blocks: tuple[int, int],
-    qk: tuple[int, int],
-    sv: tuple[int, int],
-    decode: int,
-) -> BlockSizes:
+
+# Where integer dot products are faster than float32, by bytes of a dot product; measured on Zen 4.
+_SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8)))}
+# Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
+_LONGEST_KV_BLOCK = 96
+_LARGEST_USUAL_HEAD = 256
+
+
+def default_block_sizes(facts: TargetFacts) -> BlockSizes:
+    """Untuned sizes, from what the target offers.
+
+    Register tiles are those with the fewest loads for their products; blocks of keys are as long as scores and decoded
+    values of a task take half the second-level cache; tasks have whole tiles of rows.
+    """
+    lanes = facts.lanes()
+    # Without fused multiply-add a product needs a register before it is added.
+    registers = facts.vector_registers if facts.fused_multiply_add else facts.vector_registers - 4
+    qk, sv = _QK_TILES[registers], _SV_TILES[registers]
+    row_block = qk[1] * lanes
+    q_block = row_block * max(1, (48 if facts.vector_registers * lanes < 512 else 96) // row_block)
+    kv_block = _kv_block(facts, math.lcm(lanes, qk[0]), q_block)
     return BlockSizes(
         lanes=lanes,
-        q_block=q_blocks[0],
-        small_q_blocks=q_blocks[1:],
+        q_block=q_block,
+        small_q_blocks=tuple(rows for rows in (64, 48, 32) if rows < q_block),
         naive_q_block=2 * lanes,
-        kv_block=kv_blocks[0],
-        kv_tail_block=kv_blocks[1],
+        kv_block=kv_block,
+        kv_tail_block=max(16, math.lcm(lanes, qk[0])),
         qk_key_tile=qk[0],
         qk_row_vectors=qk[1],
         sv_row_tile=sv[0],
@@ -109,25 +132,26 @@ def _sizes(
         decode_kv_block=64,
         decode_rows=32,
         few_rows=16,
-        decode_accumulators=decode,
+        decode_accumulators=16 if facts.vector_registers == 32 else 8,
         decode_sv_unroll=4,
         kv_chunk=1024,
+        split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
     )
 
 
-# Untuned sizes. 32 registers hold 8 x 3 or 6 x 4 accumulators, a row of operands and a broadcast; 16 hold 6 x 2.
-# Columns: lanes, (q_block, *small_q_blocks), (kv_block, kv_tail_block), (qk keys, row vectors), (sv rows, column
-# vectors), decode accumulators.
-DEFAULT_BLOCK_SIZES = {
-    "x86-avx512": _sizes(16, (96, 64, 48, 32), (64, 16), (8, 3), (6, 4), 16),
-    "x86-avx2": _sizes(8, (48, 32), (96, 24), (6, 2), (6, 2), 8),
-    "generic": _sizes(4, (48, 32), (64, 16), (4, 2), (4, 2), 8),
-}
-# Where they are faster than float32; measured on Zen 4.
-DEFAULT_BLOCK_SIZES["x86-avx512-vnni"] = replace(
-    DEFAULT_BLOCK_SIZES["x86-avx512"],
-    split_integers=(("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
-)
+# Accumulators by registers: keys x vectors of rows, rows x vectors of columns. They leave room for a row of operands
+# and a broadcast, and divide the usual blocks.
+_QK_TILES = {32: (8, 3), 16: (6, 2), 12: (4, 2)}
+_SV_TILES = {32: (6, 4), 16: (6, 2), 12: (4, 2)}
+
+
+def _kv_block(facts: TargetFacts, step: int, q_block: int) -> int:
+    """The longest block, doubling from `step`, whose scores and decoded values take half the second-level cache."""
+    row_bytes = 4 * (q_block + _LARGEST_USUAL_HEAD)
+    longest = min(_LONGEST_KV_BLOCK, facts.l2_bytes // 2 // row_bytes)
+    while step * 2 <= longest:
+        step *= 2
+    return step
 
 
 def largest_divisor(value: int, limit: int) -> int:

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
+from gqa_tvm.schedules.block_sizes import default_block_sizes
 from operator_calls import assert_close, expected, make_call
 
 from gqa_tvm import GroupQueryAttention, runtime
-from gqa_tvm.targets import best_target
+from gqa_tvm.targets import best_target, family_facts, find_target
+from gqa_tvm.tuned_sizes import SizesTable
+from gqa_tvm.variants import machine_variant
 
 VARIANTS = (
     {"kv_block": 192, "decode_kv_block": 128, "kv_chunk": 256},
@@ -22,10 +24,11 @@ VARIANTS = (
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: "-".join(f"{n}={x}" for n, x in v.items()))
 @pytest.mark.parametrize("cache", ["f32", "i8-channel", "i4-channel"])
 def test_other_block_sizes(cache, variant, tmp_path, monkeypatch):
-    target = best_target()
+    changed = machine_variant(best_target())._replace(base=None)
+    changed = changed._replace(sizes=SizesTable(replace(changed.sizes.default, **variant)))
     runtime.launcher()
     monkeypatch.setenv("GQA_TVM_CACHE", str(tmp_path))
-    monkeypatch.setitem(DEFAULT_BLOCK_SIZES, target, replace(DEFAULT_BLOCK_SIZES[target], **variant))
+    monkeypatch.setattr(runtime, "machine_variant", lambda target: changed)
     monkeypatch.setattr(runtime, "_libraries", {})
     for tokens, total in ((1, 255), (1, 600), (9, 257), (60, 193)):
         attributes, inputs = make_call(cache, tokens=tokens, total=total)
@@ -38,4 +41,4 @@ def test_other_block_sizes(cache, variant, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name,value", [("q_block", 40), ("kv_block", 3), ("kv_chunk", 1000), ("decode_kv_block", 0)])
 def test_sizes_that_do_not_divide_are_refused(name, value):
     with pytest.raises(ValueError, match="block sizes"):
-        replace(DEFAULT_BLOCK_SIZES["x86-avx512"], **{name: value})
+        replace(default_block_sizes(family_facts(find_target("x86-avx512"))), **{name: value})

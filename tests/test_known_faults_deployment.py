@@ -44,7 +44,7 @@ def test_a_lesser_cpu_gets_a_lesser_variant(features, target, monkeypatch, tmp_p
         load(write_library(tmp_path, b"no code", target=better))
 
 
-@pytest.mark.parametrize("target", ["arm64-neon", "x86-avx1024", ""])
+@pytest.mark.parametrize("target", ["arm64-sve9", "x86-avx1024", ""])
 def test_targets_this_version_does_not_know(target, tmp_path):  # B134
     with pytest.raises(BuildError, match=f"unknown target '{target}'"):
         load(write_library(tmp_path, b"no code", target=target))
@@ -92,5 +92,5 @@ def test_the_environment_chooses_a_target(target, monkeypatch):  # B139
 def test_the_environment_cannot_choose_what_does_not_run(monkeypatch):  # B134, B139
     attributes, inputs = make_call("i8", total=20, head_size=8)
     monkeypatch.setenv("GQA_TVM_TARGET", "x86-avx1024")
-    with pytest.raises(ValueError, match="unknown target 'x86-avx1024'; known: generic"):
+    with pytest.raises(ValueError, match="unknown target 'x86-avx1024'; known: .*generic"):
         GroupQueryAttention(**attributes)(**inputs)

@@ -6,7 +6,6 @@ import json
 
 import numpy as np
 import pytest
-from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from operator_calls import make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, load
@@ -16,6 +15,7 @@ from gqa_tvm.prepared_call import PreparedCall
 from gqa_tvm.strategy import Strategy, StrategyRules
 from gqa_tvm.targets import best_target
 from gqa_tvm.validation import Inputs, validate
+from gqa_tvm.variants import machine_variant
 
 
 @pytest.mark.slow
@@ -32,13 +32,13 @@ def test_build_load_and_refuse(tmp_path):  # B138
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
 def test_the_usual_kernels_serve_any_number_of_tokens(group):
-    usual = set(usual_kernels(best_target(), [64]))
+    usual = set(usual_kernels(machine_variant(best_target()), [64]))
     for tokens in range(1, 300):
         attributes, inputs = make_call("i8", tokens=tokens, total=300, heads=group, kv_heads=1)
         op = GroupQueryAttention(**attributes)
         problem = validate(op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}))
         library = _Asked()
-        rules = StrategyRules(Strategy.AUTO, False, DEFAULT_BLOCK_SIZES[best_target()])
+        rules = StrategyRules(Strategy.AUTO, False, library.sizes.default.few_rows)
         arguments = (op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}), problem, library, rules, 1)
         PreparedCall(*arguments).attention(problem)
         assert library.asked <= usual
@@ -48,7 +48,8 @@ class _Asked:
     """A library that notes what it is asked for."""
 
     def __init__(self):
-        self.asked, self.target = set(), best_target()
+        self.asked, self.target, self.target_reason = set(), best_target(), ""
+        self.sizes = machine_variant(self.target).sizes
 
     def kernel(self, spec):
         self.asked.add(spec)

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gqa_tvm.schedules.block_sizes import DEFAULT_BLOCK_SIZES
 from operator_calls import make_call, run
 from test_definitions import _elementwise, _run
 from tvm import te, tirx
 
 from gqa_tvm.definitions import split_integer as si
 from gqa_tvm.targets import missing_features
+from gqa_tvm.variants import machine_variant
 
 SPLIT, FLOAT = "x86-avx512-vnni", "x86-avx512"
 needs_vnni = pytest.mark.skipif(bool(missing_features(SPLIT)), reason="needs AVX-512 VNNI")
@@ -104,7 +104,7 @@ def test_accumulator_positions_are_a_permutation():
 def test_no_sum_overflows_at_the_extremes():
     for largest in (128 * 128 * si.LARGEST_COLUMNS // 4, 255 * 128 * si.LARGEST_KEYS):
         assert largest * 2**8 + largest < 2**31
-    sizes = DEFAULT_BLOCK_SIZES[SPLIT]
+    sizes = machine_variant(SPLIT).sizes.default
     assert sizes.splits_integers("i8", si.LARGEST_COLUMNS, 1)
     assert not sizes.splits_integers("i8", si.LARGEST_COLUMNS + si.DOT_BYTES, 1)
     large = replace(sizes, decode_kv_block=2 * si.LARGEST_KEYS)
