@@ -92,5 +92,5 @@ def test_the_environment_chooses_a_target(target, monkeypatch):  # B139
 def test_the_environment_cannot_choose_what_does_not_run(monkeypatch):  # B134, B139
     attributes, inputs = make_call("i8", total=20, head_size=8)
     monkeypatch.setenv("GQA_TVM_TARGET", "x86-avx1024")
-    with pytest.raises(ValueError, match="unknown target 'x86-avx1024'; known: .*generic"):
+    with pytest.raises(ValueError, match=r"unknown target 'x86-avx1024'; known: .*generic"):
         GroupQueryAttention(**attributes)(**inputs)
