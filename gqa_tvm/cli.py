@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gqa_tvm import cli_onnx
+
 if TYPE_CHECKING:
     from gqa_tvm.language_model.calibration import LayerMagnitudes
     from gqa_tvm.language_model.load import LanguageModel
@@ -239,6 +241,7 @@ def _not_negative(text: str) -> float:
 COMMANDS = (
     Command("generate", "answer a prompt with SmolLM2", _add_generate_arguments, _generate),
     Command("demo", "answer a prompt, then compare all caches", _add_model_arguments, _demo),
+    Command("run", "run an ONNX model with GroupQueryAttention nodes", cli_onnx.add_arguments, cli_onnx.run),
     Command("build", "build kernels ahead for this CPU", _add_build_arguments, _build),
     Command("info", "show this CPU's target and the kernels built for it", _add_no_arguments, _info),
 )
