@@ -10,6 +10,7 @@ Operation = Literal[
     "append", "flash_prefill", "flash_decode", "naive", "kv_quantize", "kv_dequantize", "qk_gemm", "sv_gemm"
 ]
 FloatFormat = Literal["f32", "f16", "bf16"]
+Precision = Literal["", "fast", "approximate"]
 CacheFormat = Literal["f32", "f16", "bf16", "i8", "i4"]
 
 FLOAT_FORMATS: tuple[FloatFormat, ...] = ("f32", "f16", "bf16")
@@ -28,7 +29,7 @@ ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 _NAME = re.compile(
     r"(?P<operation>append|flash_prefill|flash_decode|naive|kv_quantize|kv_dequantize|qk_gemm|sv_gemm)"
     r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
-    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_t(?P<tuned>[0-9a-f]{6}))?"
+    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_(?P<precision>fast|approximate))?(_t(?P<tuned>[0-9a-f]{6}))?"
 )
 
 
@@ -39,7 +40,8 @@ class KernelSpec:
     query: format of query, key, value, output and what comes with them; cache: format of the stored rows.
     head_size: H. row_tile: rows that share a register tile in flash_decode and the GEMMs, rows of a task in
     flash_prefill where it is not the usual q_block (0 elsewhere). tuned: digest of block sizes that tuning found for it
-    (`tuned_sizes.TunedRecord.digest`), "" = the target's default.
+    (`tuned_sizes.TunedRecord.digest`), "" = the target's default. precision: "" = as float32; others need integer dot
+    products.
     """
 
     operation: Operation
@@ -48,10 +50,15 @@ class KernelSpec:
     head_size: int
     row_tile: int = 0
     tuned: str = ""
+    precision: Precision = ""
 
     @property
     def name(self) -> str:
-        suffix = (f"_r{self.row_tile}" if self.row_tile else "") + (f"_t{self.tuned}" if self.tuned else "")
+        suffix = "".join(
+            f"_{mark}{value}"
+            for mark, value in (("r", self.row_tile), ("", self.precision), ("t", self.tuned))
+            if value
+        )
         return f"{self.operation}_{self.query}_{self.cache}_h{self.head_size}{suffix}"
 
     @property
@@ -77,7 +84,9 @@ class KernelSpec:
         fields: dict[str, Any] = match.groupdict()
         formats = fields["query"], fields["cache"]
         numbers = int(fields["head"]), int(fields["rows"] or 0)
-        return KernelSpec(fields["operation"], *formats, *numbers, fields["tuned"] or "")
+        return KernelSpec(
+            fields["operation"], *formats, *numbers, fields["tuned"] or "", fields["precision"] or ""
+        )
 
 
 def row_tile_for(rows: int) -> int:

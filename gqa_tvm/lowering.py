@@ -18,7 +18,7 @@ from .loops.naive import naive
 from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
-from .schedules.block_sizes import BlockSizes
+from .schedules.block_sizes import BlockSizes, multiplies_digits
 from .targets import Target, llvm_target
 from .variants import Variant
 
@@ -157,15 +157,6 @@ def _passes(target: Target, reuse_storage: bool) -> list:
     ]
 
 
-def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
-    """Whether small buffers must keep storage of their own.
-
-    Shared with one that is indexed at run time, the vectors of a split-integer product would go through memory.
-    """
-    decodes = spec.operation == "flash_decode"
-    return decodes and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
-
-
 def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     """The kernel as LLVM's code generator takes it."""
     owner = variant.owner(spec)
@@ -173,7 +164,7 @@ def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     tvm_target = _tvm_target(target)
     mod = tirx.transform.BindTarget(tvm_target)(scheduled_module(spec, owner))
     with tvm_target:
-        return tvm.ir.transform.Sequential(_passes(target, not _multiplies_digits(spec, sizes)))(mod)
+        return tvm.ir.transform.Sequential(_passes(target, not multiplies_digits(spec, sizes)))(mod)
 
 
 def generate_code(lowered: tvm.IRModule, target: Target):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .errors import BuildError
 from .kernels import KernelSpec
-from .schedules.block_sizes import default_block_sizes
+from .schedules.block_sizes import default_block_sizes, multiplies_digits
 from .targets import Target, TargetFacts, family_facts, find_target, target_facts
 from .tuned_sizes import SizesTable, TunedRecord
 
@@ -25,10 +25,7 @@ class Variant(NamedTuple):
     def owner(self, spec: KernelSpec) -> Variant:
         """The variant whose code a kernel is: the base's, unless this one has dot products or tuned sizes for it."""
         sizes = self.sizes.sizes(spec)
-        splits = spec.operation == "flash_decode" and sizes.splits_integers(
-            spec.cache, spec.cache_columns, spec.row_tile
-        )
-        if self.base is None or spec.tuned or splits:
+        if self.base is None or spec.tuned or multiplies_digits(spec, sizes):
             return self
         return self.base.owner(spec)
 

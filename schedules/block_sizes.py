@@ -9,11 +9,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ..kernels import KernelSpec
     from ..targets import TargetFacts
 
 # Bytes of a cache row that one vector of the integer dot product takes, and how many its sums have room for.
 _DOT_BYTES = 64
 _DOT_COLUMNS = 1024
+_PREFILL_COLUMNS = 256
 _DOT_KEYS = 256
 
 
@@ -49,6 +51,9 @@ class BlockSizes:
     reduction_vectors: int = 3
     # flash_decode by integer dot products: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # flash_prefill by integer dot products: for these cache formats, in blocks of so many keys
+    split_prefill: tuple[str, ...] = ()
+    split_kv_block: int = 128
 
     def __post_init__(self) -> None:
         for value, divisor, what in (
@@ -85,6 +90,10 @@ class BlockSizes:
         fits = columns % _DOT_BYTES == 0 and columns <= _DOT_COLUMNS and self.decode_kv_block <= _DOT_KEYS
         return fits and row_tile in dict(self.split_integers).get(cache, ())
 
+    def splits_prefill(self, cache: str, columns: int) -> bool:
+        """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
+        return cache in self.split_prefill and columns % _DOT_BYTES == 0 and columns <= _PREFILL_COLUMNS
+
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
         keys = max(1, self.decode_accumulators // row_tile)
@@ -100,6 +109,7 @@ class BlockSizes:
 
 # Where integer dot products are faster than float32, by bytes of a dot product; measured on Zen 4.
 _SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8)))}
+_SPLIT_PREFILL = {64: ("i8", "i4")}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _LARGEST_USUAL_HEAD = 256
@@ -136,6 +146,7 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
+        split_prefill=_SPLIT_PREFILL.get(facts.dot_bytes, ()),
     )
 
 
@@ -152,6 +163,17 @@ def _kv_block(facts: TargetFacts, step: int, q_block: int) -> int:
     while step * 2 <= longest:
         step *= 2
     return step
+
+
+def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
+    """Whether a kernel is made with split-integer products.
+
+    Its small buffers must keep storage of their own: shared with one that is indexed at run time, vectors of digits
+    would go through memory.
+    """
+    if spec.operation == "flash_prefill":
+        return sizes.splits_prefill(spec.cache, spec.cache_columns)
+    return spec.operation == "flash_decode" and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
 
 
 def largest_divisor(value: int, limit: int) -> int:

@@ -21,6 +21,10 @@ def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, names: tuple
 def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     steps.decode_once(sch, f"dequantize_k{suffix}", sizes)
     steps.tile_qk_for_registers(sch, sizes, f"qk{suffix}")
+    _schedule_rows_last_bias(sch, sizes, suffix)
+
+
+def _schedule_rows_last_bias(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     # The bias of a row is contiguous along the keys, where the rows are lanes here.
     _schedule_scores(sch, sizes, suffix, ("bias_rows",))
     add = intrinsics.register_transpose_add(sizes.lanes)

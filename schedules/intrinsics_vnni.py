@@ -92,6 +92,66 @@ def register_dot_values() -> str:
     return _register("gqa_vnni_dot_values", function(describe), function(implement))
 
 
+def register_dot_rows() -> str:
+    """Register out[lane] += sum_q codes[q] * byte q of words[lane]; returns the intrinsic's name."""
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, b: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_buffer(a, (4,), "uint8"))
+            B = T.meta_var(_buffer(b, (_LANES,), "int32"))
+            C = T.meta_var(_buffer(c, (_LANES,), "int32"))
+            with T.sblock("root"):
+                T.reads(C[0:_LANES], A[0:4], B[0:_LANES])
+                T.writes(C[0:_LANES])
+                emit(A, B, C)
+
+        return body
+
+    def describe(A, B, C):
+        with T.grid(_LANES, 4) as (lane, q):
+            with T.sblock("dot"):
+                vl, vq = T.axis.spatial(_LANES, lane), T.axis.reduce(4, q)
+                digit = T.Cast("int8", B[vl] >> (vq * 8))
+                T.buffer_store(C, C[vl] + T.Cast("int32", A[vq]) * T.Cast("int32", digit), [vl])
+
+    def implement(A, B, C):
+        signed = tirx.reinterpret("int8x64", _vector(B))
+        T.buffer_store(C, _dot(_vector(C), _broadcast_dword(A), signed), [T.ramp(0, 1, _LANES)])
+
+    return _register("gqa_vnni_dot_rows", function(describe), function(implement))
+
+
+def register_arrange_probabilities() -> str:
+    """Register 4 keys of 16 rows int32 -> 4 vectors of lanes (L, byte) of 4 keys: rows 4 L + j in vector j."""
+
+    def function(emit):
+        @T.prim_func(s_tir=True)
+        def body(a: T.handle, c: T.handle) -> None:
+            A = T.meta_var(_buffer(a, (4, _LANES), "int32"))
+            C = T.meta_var(_buffer(c, (4, _BYTES), "uint8"))
+            with T.sblock("root"):
+                T.reads(A[0:4, 0:_LANES])
+                T.writes(C[0:4, 0:_BYTES])
+                emit(A, C)
+
+        return body
+
+    def describe(A, C):
+        with T.grid(4, _BYTES) as (j, x):
+            with T.sblock("arrange"):
+                vj, vx = T.axis.spatial(4, j), T.axis.spatial(_BYTES, x)
+                byte = T.Cast("int8", A[vx % 4, vx // 16 * 4 + vj] >> (vx // 4 % 4 * 8))
+                T.buffer_store(C, tirx.reinterpret("uint8", byte), [vj, vx])
+
+    def implement(A, C):
+        vectors = _unpack_rows([_vector(A, i) for i in range(4)], ("int8", "int16"))
+        for j, vector in enumerate(vectors):
+            T.buffer_store(C, tirx.reinterpret("uint8x64", vector), [j, T.ramp(0, 1, _BYTES)])
+
+    return _register("gqa_vnni_arrange_probabilities", function(describe), function(implement))
+
+
 def _unpack(a, b, element: str, high: bool):
     """The low or high halves of each 16 bytes of two vectors, element by element in turn."""
     size = {"int8": 1, "int16": 2, "int32": 4, "int64": 8}[element]

@@ -1,10 +1,9 @@
 """AVX-512 with VNNI: int8 and int4 decode by integer dot products where that is faster, else as AVX-512."""
 
-from . import generic, split_steps, steps
+from . import generic, split_prefill_steps, split_steps, steps
 from .block_sizes import BlockSizes
 from .generic import (
     schedule_append,
-    schedule_flash_prefill,
     schedule_kv_dequantize,
     schedule_kv_quantize,
     schedule_naive,
@@ -22,6 +21,23 @@ __all__ = [
     "schedule_qk_gemm",
     "schedule_sv_gemm",
 ]
+
+
+def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
+    """As generic, with the products of a split-integer kernel on byte dot products."""
+    if not split_steps.multiplies_digits(sch):
+        generic.schedule_flash_prefill(sch, sizes)
+        return
+    generic._schedule_rows_last_task(sch, sizes)
+    split_prefill_steps.digits_of_rows(sch, sizes)
+    for suffix in ("", "_tail"):
+        split_prefill_steps.codes_by_vectors(sch, f"codes_k{suffix}")
+        split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
+        generic._schedule_rows_last_bias(sch, sizes, suffix)
+        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
+        split_prefill_steps.probabilities_by_vectors(sch, suffix)
+        split_prefill_steps.values_by_vectors(sch, suffix)
+        split_prefill_steps.tile_sv_for_rows(sch, sizes, suffix)
 
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:

@@ -31,12 +31,21 @@ LARGEST_KEYS = 256
 # Zero of an unsigned key code.
 KEY_OFFSET = {"i8": 128, "i4": 8}
 
+# Digits of query rows and probabilities where the rows are lanes, by precision: sums over a head in one chain round
+# as much as the third digit of a query row does.
+_PREFILL_DIGITS = {"": (3, 3), "fast": (2, 2), "approximate": (1, 3)}
+
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
 # The largest 2^f whose inverse is a normal float32, as exponent field.
 _LARGEST_FIELD = 253
 # Rounds the largest mantissas up to the next exponent: their integers would need a digit of 128.
 _SIGNED_MARGIN = 0x18000
+
+
+def prefill_digits(precision: str) -> tuple[int, int]:
+    """Digits of a query row and of a probability in flash_prefill."""
+    return _PREFILL_DIGITS[precision]
 
 
 def _i32(value: int):
@@ -73,10 +82,10 @@ def fixed_point(x, up):
     return tirx.Cast("int32", tirx_op.round(x * up))
 
 
-def signed_digits(fixed):
-    """The four int8 digits of an int32 in [-2139062143, 2139062143], most significant first."""
+def signed_digits(fixed, count: int = QUERY_DIGITS):
+    """The int8 digits of an int32 of at most 127 (1 + 256 + ...) in magnitude, most significant first."""
     digits = [fixed]
-    for _ in range(QUERY_DIGITS - 1):
+    for _ in range(count - 1):
         digits.insert(0, (digits[0] + _i32(128)) >> _i32(8))
     return tuple(tirx.Cast("int8", digit) for digit in digits)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ..definitions.split_integer import accumulator_position
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
-from .row_state import clear_state, write_output
+from .row_state import clear_state, same_position, write_output
 from .rows import allocate_row_block, describe_rows
 from .rows_last import (
     RowsLastState,
-    RowsLastSteps,
     allocate_state,
     emit_scores,
     emit_softmax,
@@ -20,10 +20,14 @@ from .rows_last import (
     pack_query,
     rows_last_steps,
 )
+from .split_prefill import allocate_split_state, emit_query_words, emit_split_block, split_prefill_steps
 
 
-def _emit_block(spec, steps: RowsLastSteps, x, scalars, rows, b, n, begin, total, state: RowsLastState) -> None:
+def _emit_block(spec, steps, x, scalars, rows, b, n, begin, total, state: RowsLastState, split) -> None:
     """The online softmax over the keys begin .. begin + steps.kv_block."""
+    if split is not None:
+        emit_split_block(spec, steps, x, scalars, rows, b, n, begin, total, state, split)
+        return
     last = total - 1 - begin
     scores = emit_scores(
         spec, steps, x, scalars, rows, CacheBlock(x.key_cache, b, n, begin, last, steps.kv_block), state
@@ -32,12 +36,31 @@ def _emit_block(spec, steps: RowsLastSteps, x, scalars, rows, b, n, begin, total
     emit_sv(spec, steps, CacheBlock(x.value_cache, b, n, begin, last, steps.kv_block), rows, scores, state)
 
 
+def _steps(spec: KernelSpec, sizes, splits: bool):
+    """The steps of whole blocks of keys and of the blocks at their end."""
+    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    blocks = ((sizes.split_kv_block if splits else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
+    if splits:
+        return [split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
+    return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
+
+
+def _prepare_rows(spec: KernelSpec, steps, splits: bool, state: RowsLastState):
+    """The digits of the rows, where the products take them."""
+    if not splits:
+        return None
+    split = allocate_split_state(spec, int(state.m.shape[0]))
+    emit_query_words(steps, state, split)
+    return split
+
+
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
-    M, BC, tail = sizes.q_block, sizes.kv_block, sizes.kv_tail_block
-    columns = sizes.padded_columns(spec.cache_columns)
-    whole_blocks = rows_last_steps(spec, BC, columns, M)
-    tail_blocks = rows_last_steps(spec, tail, columns, M, "_tail")
+    splits = sizes.splits_prefill(spec.cache, spec.cache_columns)
+    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    whole_blocks, tail_blocks = _steps(spec, sizes, splits)
+    BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
+    position = accumulator_position if splits else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -93,19 +116,20 @@ def flash_prefill(spec: KernelSpec, sizes):
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
+                split = T.meta_var(_prepare_rows(spec, whole_blocks, splits, state))
                 clear_state(state.m, state.l, state.acc, M)
                 first_key: T.let = rows.limits[0] // BC * BC
                 end_key: T.let = rows.limits[3]
                 blocks: T.let = T.max(end_key - first_key, 0) // BC
                 for blk in T.serial(blocks):
                     begin: T.let = first_key + blk * BC
-                    _emit_block(spec, whole_blocks, x, scalars, rows, vb, vn, begin, total, state)
+                    _emit_block(spec, whole_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
                 # The last keys in smaller blocks: fewer that no row sees.
                 first_tail_key: T.let = first_key + blocks * BC
                 for blk in T.serial((T.max(end_key - first_tail_key, 0) + (tail - 1)) // tail):
                     begin: T.let = first_tail_key + blk * tail
-                    _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state)
+                    _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
-                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
+                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc, position)
 
     return kernel

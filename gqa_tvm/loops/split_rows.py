@@ -88,14 +88,15 @@ def _spread(spec: KernelSpec, row, r, target: SplitRows) -> None:
                 T.buffer_store(target.offsets, offset, [r, d, group * 4 + i])
 
 
-def _stored_rows(spec: KernelSpec, kv_block: int):
+def stored_rows(spec: KernelSpec, kv_block: int):
+    """TE tensors of cache rows as they are stored, and of the last readable row."""
     rows = te.placeholder((kv_block, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
     return rows, te.var("last_row", "int32")
 
 
 def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """scores = query keys^T; arguments: cache rows, last row, the fields of `SplitRows`, scores."""
-    cache_rows, last_row = _stored_rows(spec, kv_block)
+    cache_rows, last_row = stored_rows(spec, kv_block)
     vectors, planes = spec.cache_columns // si.DOT_BYTES, spec.cache_planes
     digits = te.placeholder((row_tile, si.QUERY_DIGITS, vectors, planes, 4, si.DOT_BYTES), "int8", name="digits")
     offsets = te.placeholder((row_tile, si.QUERY_DIGITS, si.DOT_LANES), "int32", name="offsets")
@@ -107,7 +108,7 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
 
 def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
-    cache_rows, last_row = _stored_rows(spec, kv_block)
+    cache_rows, last_row = stored_rows(spec, kv_block)
     planes = spec.cache_planes
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")

@@ -1,0 +1,214 @@
+"""Integer dot products with the query rows as lanes: many rows per KV head.
+
+As `split_integer`, with a query row in `digits` of 8 bits and the probabilities of a block of keys relative to the
+largest of them, in fixed point of 2^23 (three digits) or 2^15 (two). A dot product takes 4 columns (QK) or 4 keys (SV):
+of one operand 4 bytes that serve 16 lanes, of the other 4 bytes in each lane.
+
+A query vector is a word of 4 columns in each lane. Probabilities [T_block / 4, M / 16, 4, 64]: row 16 R + 4 L + j of
+four keys t is at [t / 4, R, j, 16 L + 4 s + key], s = 0 the least significant digit: what two rounds of unpack
+instructions make of four vectors of 16 rows.
+"""
+
+from __future__ import annotations
+
+from tvm import te, tirx
+
+from .half import magnitude_bits
+from .softmax import shifted_exp
+from .split_integer import (
+    DOT_BYTES,
+    DOT_LANES,
+    KEY_OFFSET,
+    KEYS_PER_DOT,
+    fixed_point,
+    signed_digits,
+)
+
+# A lane's sum of one digit is at most 128 * 255 * columns, and the join shifts it by 8 bits.
+LARGEST_PREFILL_COLUMNS = 256
+_INFINITY_BITS = 0x7F800000
+# Smaller rows count as this large: the inverse of their scale stays a normal float32.
+_SMALLEST_ROW = 2.0**-96
+# What fits the digits, less the rounding of the scale: one more would be a digit of 128.
+_LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3}
+
+
+def _i32(value: int):
+    return tirx.const(value, "int32")
+
+
+def _f32(value: float):
+    return tirx.const(value, "float32")
+
+
+def byte_of(word, index):
+    """Byte `index` (0 is the least significant) of an int32 as int8."""
+    return tirx.Cast("int8", word >> (tirx.Cast("int32", index) * _i32(8)))
+
+
+def query_words(query_t, fmt: str, digits: int):
+    """Digits of rows as lanes.
+
+    query_t [E, C, M] float32. Returns words [digits, E, C / 4, M] int32 of 4 columns each, offsets [digits, M] int32:
+    the dot product of a row's digits with the code of zero, and down [M] float32: what the joined sums are multiplied
+    by, NaN for a row that is not finite.
+    """
+    planes, columns, rows = (int(n) for n in query_t.shape)
+    e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, columns), name="c")
+    largest = te.compute(
+        (rows,), lambda m: te.max(magnitude_bits(query_t[e, c, m]), axis=[e, c]), name="query_largest"
+    )
+    finite = lambda m: largest[m] < _i32(_INFINITY_BITS)  # noqa: E731
+    magnitude = te.compute(
+        (rows,),
+        lambda m: tirx.Select(
+            finite(m), tirx.max(tirx.reinterpret("float32", largest[m]), _f32(_SMALLEST_ROW)), _f32(1.0)
+        ),
+        name="query_magnitude",
+    )
+    limit = _f32(_LARGEST_FIXED[digits])
+    up = te.compute((rows,), lambda m: limit / magnitude[m], name="query_up")
+    down = te.compute(
+        (rows,),
+        lambda m: tirx.Select(finite(m), magnitude[m] / limit, tirx.reinterpret("float32", _i32(0x7FC00000))),
+        name="query_down",
+    )
+    fixed = te.compute(
+        query_t.shape,
+        lambda e, c, m: fixed_point(tirx.Select(finite(m), query_t[e, c, m], _f32(0.0)), up[m]),
+        name="query_fixed",
+    )
+    quads = columns // KEYS_PER_DOT
+
+    def word(d, e, c, m):
+        bytes_ = (signed_digits(fixed[e, c * 4 + q, m], digits) for q in range(4))
+        result = None
+        for q, row_digits in enumerate(bytes_):
+            digit = tirx.Select(d == _i32(0), row_digits[0], row_digits[-1])
+            if digits == 3:
+                digit = tirx.Select(d == _i32(1), row_digits[1], digit)
+            shifted = (tirx.Cast("int32", digit) & _i32(255)) << _i32(8 * q)
+            result = shifted if result is None else result | shifted
+        return result
+
+    words = te.compute((digits, planes, quads, rows), word, name="query_words")
+    e2, c2 = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, quads), name="c")
+
+    def digit_sum(word_):
+        total = tirx.Cast("int32", byte_of(word_, _i32(0)))
+        for q in range(1, 4):
+            total = total + tirx.Cast("int32", byte_of(word_, _i32(q)))
+        return total
+
+    sums = te.compute(
+        (digits, rows), lambda d, m: te.sum(digit_sum(words[d, e2, c2, m]), axis=[e2, c2]), name="query_sums"
+    )
+    offsets = te.compute((digits, rows), lambda d, m: sums[d, m] * _i32(KEY_OFFSET[fmt]), name="query_offsets")
+    return words, offsets, down
+
+
+def key_codes(cache_rows, last_row, planes: int):
+    """Unsigned codes [T_block, E, C] of cache rows; rows past the last valid one repeat it."""
+    keys, columns = (int(n) for n in cache_rows.shape)
+
+    def code(t, e, c):
+        element = cache_rows[tirx.min(tirx.Cast("int64", t), tirx.Cast("int64", last_row)), c]
+        if planes == 1:
+            return tirx.reinterpret("uint8", element) ^ tirx.const(128, "uint8")
+        return (element >> (tirx.Cast("uint8", e) * tirx.const(4, "uint8"))) & tirx.const(15, "uint8")
+
+    return te.compute((keys, planes, columns), code, name="codes_k")
+
+
+def join_digits(sums):
+    """Exact int32 sums of 1 to 3 digits, most significant first, as float32 of their weighted sum."""
+    if len(sums) == 1:
+        return tirx.Cast("float32", sums[0])
+    upper = tirx.Cast("float32", (sums[0] << _i32(8)) + sums[1])
+    return upper if len(sums) == 2 else upper * _f32(256.0) + tirx.Cast("float32", sums[2])
+
+
+def qk_gemm_words(words, offsets, down, codes):
+    """Scores [T_block, M] float32 of query digits (`query_words`) against codes [T_block, E, C]."""
+    digits, planes, quads, rows = (int(n) for n in words.shape)
+    e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, quads), name="c")
+    q = te.reduce_axis((0, 4), name="q")
+    as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
+    sums = te.compute(
+        (codes.shape[0], digits, rows),
+        lambda t, d, m: te.sum(as_i32(codes[t, e, c * 4 + q]) * as_i32(byte_of(words[d, e, c, m], q)), axis=[e, c, q]),
+        name="qk_sums",
+    )
+    return te.compute(
+        (codes.shape[0], rows),
+        lambda t, m: join_digits([sums[t, d, m] - offsets[d, m] for d in range(digits)]) * down[m],
+        name="qk",
+    )
+
+
+def block_softmax(scores, m_old, l_old):
+    """One step of the online softmax with probabilities relative to the block's own maximum.
+
+    scores [T_block, M], m_old, l_old [M]. Computation: b = max_t s, m = max(m_old, b), alpha = exp(m_old - m),
+    w = exp(b - m), p = exp(s - b), l = alpha l_old + w sum_t p. Returns alpha, w, p, l, m; p, l, m may overwrite s, l_old,
+    m_old in this order.
+    """
+    keys, rows = scores.shape
+    t = te.reduce_axis((0, keys), name="t")
+    block_max = te.compute((rows,), lambda m: te.max(scores[t, m], axis=t), name="block_max")
+    m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
+    alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
+    weight = te.compute((rows,), lambda m: shifted_exp(block_max[m], m_new[m]), name="weight")
+    p = te.compute((keys, rows), lambda key, m: shifted_exp(scores[key, m], block_max[m]), name="p")
+    t2 = te.reduce_axis((0, keys), name="t")
+    block_sum = te.compute((rows,), lambda m: te.sum(p[t2, m], axis=t2), name="block_sum")
+    l_new = te.compute((rows,), lambda m: l_old[m] * alpha[m] + block_sum[m] * weight[m], name="l_new")
+    m_out = te.compute((rows,), lambda m: m_new[m], name="m_out")
+    return alpha, weight, p, l_new, m_out
+
+
+def probability_words(p, digits: int):
+    """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / 16, 4, 64] uint8; NaN counts as 0."""
+    keys, rows = (int(n) for n in p.shape)
+    one, zero = _f32(2.0 ** (8 * digits - 1)), _f32(0.0)
+    fixed = te.compute(
+        (keys, rows),
+        lambda t, m: fixed_point(tirx.Select(p[t, m] > zero, p[t, m], zero), one),
+        name="p_fixed",
+    )
+
+    def byte(t, block, j, x):
+        word = fixed[t * 4 + x % 4, block * DOT_LANES + x // 16 * 4 + j]
+        return tirx.reinterpret("uint8", byte_of(word, x // 4 % 4))
+
+    return te.compute((keys // 4, rows // DOT_LANES, 4, DOT_BYTES), byte, name="arrange_p")
+
+
+def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight, vectors: int):
+    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + weight[m] * sum_t p[m, t] * values[t, e, c].
+
+    accumulator [M, E, C]: columns in the order of `split_integer.accumulator_position`; vectors: C / 64; code_at:
+    function of `split_integer.value_vectors`.
+    """
+    rows, planes, _ = (int(n) for n in accumulator.shape)
+    t, b = te.reduce_axis((0, int(p_words.shape[0])), name="t"), te.reduce_axis((0, 4), name="b")
+    as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
+
+    def probability(m, d, key):
+        slot = _i32(digits - 1) - tirx.Cast("int32", d)
+        return p_words[t, m // DOT_LANES, m % 4, m % DOT_LANES // 4 * 16 + slot * 4 + key]
+
+    product = te.compute(
+        (rows, digits, vectors, planes, 4, DOT_LANES),
+        lambda m, d, v, e, j, lane: te.sum(
+            as_i32(probability(m, d, b)) * as_i32(code_at(t, v, e, j, lane * 4 + b)), axis=[t, b]
+        ),
+        name="sv_product",
+    )
+    unit = _f32(2.0 ** (1 - 8 * digits))
+
+    def added(m, e, c):
+        sums = [product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(digits)]
+        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (weight[m] * unit)
+
+    return te.compute(accumulator.shape, added, name="sv")

@@ -1,0 +1,145 @@
+"""Schedule steps of flash_prefill by integer dot products: query rows as lanes, register tiles of int32 sums."""
+
+from __future__ import annotations
+
+from . import intrinsics_vnni as vnni
+from .block_sizes import BlockSizes, largest_divisor
+from .split_steps import _by_vectors, _has_block
+from .steps import Schedule, _own_loops, reduce_down_columns, vectorize_last
+
+_BYTES = 64
+_KEYS = 4
+
+
+def digits_of_rows(sch: Schedule, sizes: BlockSizes) -> None:
+    """The digits of a task's rows, a vector of rows at a time."""
+    lanes = sizes.lanes
+    for name in ("query_magnitude", "query_up", "query_down", "query_fixed", "query_offsets"):
+        vectorize_last(sch, name, lanes)
+    for name, reduced in (("query_largest", 2), ("query_sums", 2)):
+        _reduce_over_columns(sch, name, lanes, reduced)
+    d, _, _, m = _own_loops(sch, sch.get_sblock("query_words"), 4)
+    outer, lane = sch.split(m, [None, lanes])
+    sch.reorder(outer, d, lane)
+    sch.unroll(d)
+    sch.vectorize(lane)
+
+
+def _reduce_over_columns(sch: Schedule, name: str, lanes: int, reduced: int) -> None:
+    """Reduce the last loops of a block for a vector of rows at a time."""
+    block = sch.get_sblock(name)
+    loops = _own_loops(sch, block, reduced + 1)
+    outer, lane = sch.split(loops[0], [None, lanes])
+    sch.reorder(outer, *loops[1:], lane)
+    sch.vectorize(lane)
+    zeros = sch.decompose_reduction(block, loops[1])
+    last = _own_loops(sch, zeros, 1)[0]
+    if int(sch.get(last).kind) == 0:
+        sch.vectorize(last)
+
+
+def codes_by_vectors(sch: Schedule, name: str) -> None:
+    """Unsigned codes of a block of keys [t, plane, column]: one load of a vector serves every plane."""
+    _, plane, column = _own_loops(sch, sch.get_sblock(name), 3)
+    outer, inner = sch.split(column, [None, _BYTES])
+    sch.reorder(outer, plane, inner)
+    sch.unroll(plane)
+    sch.vectorize(inner)
+
+
+def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+    """Scores [t, m]: a tile of keys x vectors of rows, with all their digits, stays in registers over the head."""
+    scores, sums = sch.get_sblock(f"qk{suffix}"), sch.get_sblock(f"qk_sums{suffix}")
+    t, m = _own_loops(sch, scores, 2)
+    digits = int(sch.get(sums).writes[0].source.shape[1])
+    rows, keys = int(sch.get(m).extent), int(sch.get(t).extent)
+    vectors = largest_divisor(rows // sizes.lanes, _QK_VECTORS[digits])
+    key_tile = largest_divisor(keys, _QK_SUMS // (digits * vectors))
+    t_outer, t_inner = sch.split(t, [None, key_tile])
+    m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
+    sch.reorder(m_outer, t_outer, t_inner, m_vectors, lane)
+    sch.compute_at(sums, t_outer, preserve_unit_loops=True)
+    for loop in (t_inner, m_vectors):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    key, digit, row, e, c, q = _own_loops(sch, sums, 6)
+    vector, lane = sch.split(row, [None, sizes.lanes])
+    sch.reorder(e, c, key, vector, digit, lane, q)
+    for loop in (key, vector, digit):
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(sums, e)
+    _by_vectors(sch, zeros, 4)
+    sch.tensorize(lane, vnni.register_dot_rows())
+
+
+# By digits: vectors of rows of a tile; and how many sums it has. 24 sums leave room for 6 words and a broadcast.
+_QK_VECTORS = {1: 3, 2: 3, 3: 2}
+_QK_SUMS = 24
+
+
+def probabilities_by_vectors(sch: Schedule, name_suffix: str) -> None:
+    """Bytes of the probabilities of 4 keys x 16 rows, arranged in registers."""
+    arrange, fixed = sch.get_sblock(f"arrange_p{name_suffix}"), sch.get_sblock(f"p_fixed{name_suffix}")
+    _, block, j, _ = _own_loops(sch, arrange, 4)
+    sch.compute_at(fixed, block, preserve_unit_loops=True)
+    _by_vectors(sch, fixed, 2)
+    sch.tensorize(j, vnni.register_arrange_probabilities())
+
+
+def values_by_vectors(sch: Schedule, suffix: str) -> None:
+    """The values of a block of keys, 4 rows at a time, as the dot products take them."""
+    arrange, load = sch.get_sblock(f"arrange_v{suffix}"), sch.get_sblock(f"load_v{suffix}")
+    at = arrange
+    if _has_block(sch, f"nibbles_v{suffix}"):
+        at = sch.get_sblock(f"nibbles_v{suffix}")
+        quad = _own_loops(sch, at, 5)[0]
+        sch.compute_at(arrange, quad, preserve_unit_loops=True)
+        _, v, e, j, x = _own_loops(sch, at, 5)
+        for loop in (v, e, j):
+            sch.unroll(loop)
+        sch.vectorize(x)
+    else:
+        quad = _own_loops(sch, arrange, 4)[0]
+    sch.compute_at(load, quad, preserve_unit_loops=True)
+    row, column = _own_loops(sch, load, 2)
+    vectors, inner = sch.split(column, [None, _BYTES])
+    sch.unroll(row)
+    sch.unroll(vectors)
+    sch.vectorize(inner)
+    intrinsic = vnni.register_arrange_values(str(sch.get(load).writes[0].source.dtype))
+    _, v, j, _ = _own_loops(sch, arrange, 4)
+    sch.unroll(v)
+    sch.tensorize(j, intrinsic)
+
+
+def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+    """acc: a tile of rows x 64 columns, with all digits, stays in registers over the keys of the block."""
+    product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
+    m, e, column = _own_loops(sch, result, 3)
+    digits = int(sch.get(product).writes[0].source.shape[1])
+    m_outer, m_inner = sch.split(m, [None, largest_divisor(int(sch.get(m).extent), _SV_ROWS[digits])])
+    c_outer, c_vectors, lane = sch.split(column, [None, _BYTES // sizes.lanes, sizes.lanes])
+    sch.reorder(e, c_outer, m_outer, m_inner, c_vectors, lane)
+    sch.compute_at(product, m_outer, preserve_unit_loops=True)
+    for loop in (m_inner, c_vectors):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
+    sch.reorder(t, v, e, m, d, j, lane, b)
+    for loop in (v, e, m, d, j):
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(product, t)
+    _by_vectors(sch, zeros, 6)
+    sch.tensorize(lane, vnni.register_dot_values())
+
+
+# By digits: rows of a tile of 64 columns.
+_SV_ROWS = {2: 3, 3: 2}
+
+
+def softmax_by_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+    """The softmax of a block relative to its own maximum, rows as lanes."""
+    for name in ("m_new", "alpha", "weight", "p", "l_new", "m_out"):
+        vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+    for name in ("block_max", "block_sum"):
+        reduce_down_columns(sch, f"{name}{suffix}", sizes.lanes, sizes.reduction_vectors)
