@@ -174,7 +174,20 @@ def _unpack_rows(rows, elements):
     return [tirx.reinterpret("int8x64", vector) for vector in result]
 
 
-def _register_arrange(name: str, source: str, target: str, elements, index, convert, convert_vector) -> str:
+def _transpose_groups(vectors):
+    """Four vectors of four groups of 16 bytes: group g of vector j becomes group j of vector g."""
+    dwords = [tirx.reinterpret("int32x16", vector) for vector in vectors]
+
+    def groups(a, b, first, second):
+        lanes = [4 * g + i for g in (first, second) for i in range(4)]
+        return tirx.Shuffle([a, b], [T.int32(lane) for lane in (*lanes, *(_LANES + lane for lane in lanes))])
+
+    low, high = ([groups(dwords[i], dwords[i + 1], *half) for i in (0, 2)] for half in ((0, 1), (2, 3)))
+    joined = [groups(*pair, *picked) for pair in (low, high) for picked in ((0, 2), (1, 3))]
+    return [tirx.reinterpret("int8x64", vector) for vector in joined]
+
+
+def _register_arrange(name: str, source: str, target: str, elements, index, convert, convert_vector, in_order=False) -> str:
     def function(emit):
         @T.prim_func(s_tir=True)
         def body(a: T.handle, c: T.handle) -> None:
@@ -195,6 +208,8 @@ def _register_arrange(name: str, source: str, target: str, elements, index, conv
 
     def implement(A, C):
         vectors = _unpack_rows([_vector(A, i) for i in range(4)], elements)
+        if in_order:
+            vectors = _transpose_groups(vectors)
         for j, vector in enumerate(vectors):
             T.buffer_store(C, convert_vector(vector), [j, T.ramp(0, 1, _BYTES)])
 
@@ -233,6 +248,20 @@ def register_arrange_values(dtype: str) -> str:
         lambda j, x: (x % 4, x // 16 * 16 + j * 4 + x // 4 % 4),
         lambda element: element,
         lambda vector: tirx.reinterpret(f"{dtype}x64", vector),
+    )
+
+
+def register_arrange_values_in_order(dtype: str) -> str:
+    """Register 4 rows of 64 bytes -> 4 vectors of 16 columns of 4 rows."""
+    return _register_arrange(
+        f"gqa_vnni_arrange_values_in_order_{dtype}",
+        dtype,
+        dtype,
+        ("int8", "int16"),
+        lambda j, x: (x % 4, j * _LANES + x // 4),
+        lambda element: element,
+        lambda vector: tirx.reinterpret(f"{dtype}x64", vector),
+        in_order=True,
     )
 
 

@@ -106,7 +106,7 @@ def values_by_vectors(sch: Schedule, suffix: str) -> None:
     sch.unroll(row)
     sch.unroll(vectors)
     sch.vectorize(inner)
-    intrinsic = vnni.register_arrange_values(str(sch.get(load).writes[0].source.dtype))
+    intrinsic = vnni.register_arrange_values_in_order(str(sch.get(load).writes[0].source.dtype))
     _, v, j, _ = _own_loops(sch, arrange, 4)
     sch.unroll(v)
     sch.tensorize(j, intrinsic)
@@ -124,12 +124,13 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     for loop in (m_inner, c_vectors):
         sch.unroll(loop)
     sch.vectorize(lane)
-    m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
-    sch.reorder(t, v, e, m, d, j, lane, b)
-    for loop in (v, e, m, d, j):
+    m, d, e, column, t, b = _own_loops(sch, product, 6)
+    vector, lane = sch.split(column, [None, sizes.lanes])
+    sch.reorder(t, e, m, d, vector, lane, b)
+    for loop in (e, m, d, vector):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
-    _by_vectors(sch, zeros, 6)
+    _by_vectors(sch, zeros, 5)
     sch.tensorize(lane, vnni.register_dot_values())
 
 

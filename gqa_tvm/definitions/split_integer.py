@@ -115,7 +115,7 @@ def accumulator_position(column):
     return block * DOT_BYTES + vector * DOT_LANES + lane_group * 4 + tirx.floormod(column, 4)
 
 
-def _load_rows(cache_rows, last_row, name: str):
+def load_rows(cache_rows, last_row, name: str):
     """Rows as they are stored; rows past the last valid one repeat it."""
     return te.compute(
         cache_rows.shape,
@@ -124,7 +124,8 @@ def _load_rows(cache_rows, last_row, name: str):
     )
 
 
-def _nibble(byte, plane):
+def nibble(byte, plane):
+    """The stored code of a plane, 8 more than its value."""
     return (byte >> (tirx.Cast("uint8", plane) * tirx.const(4, "uint8"))) & tirx.const(15, "uint8")
 
 
@@ -135,7 +136,7 @@ def _dot_shape(rows, columns: int):
 def key_vectors(cache_rows, last_row, planes: int):
     """Keys as unsigned codes [T_block / 4, C / 64, E, 4, 64] uint8: lane (L, key), byte q."""
     rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = _load_rows(cache_rows, last_row, "load_k")
+    loaded = load_rows(cache_rows, last_row, "load_k")
     flip = tirx.const(128 if planes == 1 else 0, "uint8")
 
     def arranged(t, v, j, x):
@@ -146,14 +147,14 @@ def key_vectors(cache_rows, last_row, planes: int):
     if planes == 1:
         return lambda t, v, e, j, x: quads[t, v, j, x]
     shape = (rows // 4, columns // DOT_BYTES, planes, 4, DOT_BYTES)
-    codes = te.compute(shape, lambda t, v, e, j, x: _nibble(quads[t, v, j, x], e), name="nibbles_k")
+    codes = te.compute(shape, lambda t, v, e, j, x: nibble(quads[t, v, j, x], e), name="nibbles_k")
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
 def value_vectors(cache_rows, last_row, planes: int):
     """Values as signed codes [T_block / 4, C / 64, E, 4, 64] int8: lane (L, q), byte the key."""
     rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = _load_rows(cache_rows, last_row, "load_v")
+    loaded = load_rows(cache_rows, last_row, "load_v")
 
     def arranged(t, v, j, x):
         return loaded[t * 4 + x % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x // 4 % 4]
@@ -165,7 +166,7 @@ def value_vectors(cache_rows, last_row, planes: int):
     offset = tirx.const(KEY_OFFSET["i4"], "uint8")
     codes = te.compute(
         shape,
-        lambda t, v, e, j, x: tirx.reinterpret("int8", _nibble(quads[t, v, j, x], e) - offset),
+        lambda t, v, e, j, x: tirx.reinterpret("int8", nibble(quads[t, v, j, x], e) - offset),
         name="nibbles_v",
     )
     return lambda t, v, e, j, x: codes[t, v, e, j, x]

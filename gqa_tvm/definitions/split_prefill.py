@@ -21,6 +21,8 @@ from .split_integer import (
     KEY_OFFSET,
     KEYS_PER_DOT,
     fixed_point,
+    load_rows,
+    nibble,
     signed_digits,
 )
 
@@ -115,7 +117,7 @@ def key_codes(cache_rows, last_row, planes: int):
         element = cache_rows[tirx.min(tirx.Cast("int64", t), tirx.Cast("int64", last_row)), c]
         if planes == 1:
             return tirx.reinterpret("uint8", element) ^ tirx.const(128, "uint8")
-        return (element >> (tirx.Cast("uint8", e) * tirx.const(4, "uint8"))) & tirx.const(15, "uint8")
+        return nibble(element, e)
 
     return te.compute((keys, planes, columns), code, name="codes_k")
 
@@ -184,13 +186,37 @@ def probability_words(p, digits: int):
     return te.compute((keys // 4, rows // DOT_LANES, 4, DOT_BYTES), byte, name="arrange_p")
 
 
-def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight, vectors: int):
+def value_vectors(cache_rows, last_row, planes: int):
+    """Values as signed codes: a function (t / 4, e, c, key of the 4) -> int8 of vectors of 16 columns x 4 keys."""
+    keys, columns = (int(n) for n in cache_rows.shape)
+    loaded = load_rows(cache_rows, last_row, "load_v")
+    shape = (keys // 4, columns // DOT_BYTES, 4, DOT_BYTES)
+    quads = te.compute(
+        shape, lambda t, v, j, x: loaded[t * 4 + x % 4, v * DOT_BYTES + j * DOT_LANES + x // 4], name="arrange_v"
+    )
+    at = lambda c, key: (c // DOT_BYTES, c // DOT_LANES % 4, c % DOT_LANES * 4 + key)  # noqa: E731
+    if planes == 1:
+        return lambda t, e, c, key: quads[(t, *at(c, key))]
+    offset = tirx.const(KEY_OFFSET["i4"], "uint8")
+    codes = te.compute(
+        (shape[0], shape[1], planes, 4, DOT_BYTES),
+        lambda t, v, e, j, x: tirx.reinterpret("int8", nibble(quads[t, v, j, x], e) - offset),
+        name="nibbles_v",
+    )
+
+    def code(t, e, c, key):
+        v, j, x = at(c, key)
+        return codes[t, v, e, j, x]
+
+    return code
+
+
+def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight):
     """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + weight[m] * sum_t p[m, t] * values[t, e, c].
 
-    accumulator [M, E, C]: columns in the order of `split_integer.accumulator_position`; vectors: C / 64; code_at:
-    function of `split_integer.value_vectors`.
+    accumulator [M, E, C]; code_at: function of `value_vectors`.
     """
-    rows, planes, _ = (int(n) for n in accumulator.shape)
+    rows, planes, columns = (int(n) for n in accumulator.shape)
     t, b = te.reduce_axis((0, int(p_words.shape[0])), name="t"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
 
@@ -199,16 +225,14 @@ def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight, 
         return p_words[t, m // DOT_LANES, m % 4, m % DOT_LANES // 4 * 16 + slot * 4 + key]
 
     product = te.compute(
-        (rows, digits, vectors, planes, 4, DOT_LANES),
-        lambda m, d, v, e, j, lane: te.sum(
-            as_i32(probability(m, d, b)) * as_i32(code_at(t, v, e, j, lane * 4 + b)), axis=[t, b]
-        ),
+        (rows, digits, planes, columns),
+        lambda m, d, e, c: te.sum(as_i32(probability(m, d, b)) * as_i32(code_at(t, e, c, b)), axis=[t, b]),
         name="sv_product",
     )
     unit = _f32(2.0 ** (1 - 8 * digits))
 
     def added(m, e, c):
-        sums = [product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(digits)]
-        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (weight[m] * unit)
+        sums = join_digits([product[m, d, e, c] for d in range(digits)])
+        return accumulator[m, e, c] * row_beta[m] + sums * (weight[m] * unit)
 
     return te.compute(accumulator.shape, added, name="sv")

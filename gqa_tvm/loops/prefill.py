@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..definitions.split_integer import accumulator_position
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
-from .row_state import clear_state, same_position, write_output
+from .row_state import clear_state, write_output
 from .rows import allocate_row_block, describe_rows
 from .rows_last import (
     RowsLastState,
@@ -60,7 +59,6 @@ def flash_prefill(spec: KernelSpec, sizes):
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     whole_blocks, tail_blocks = _steps(spec, sizes, splits)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
-    position = accumulator_position if splits else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -130,6 +128,6 @@ def flash_prefill(spec: KernelSpec, sizes):
                     begin: T.let = first_tail_key + blk * tail
                     _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
-                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc, position)
+                write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
 
     return kernel

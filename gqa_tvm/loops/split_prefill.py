@@ -62,10 +62,8 @@ def _sv_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: st
     p = te.placeholder((kv_block, rows), name="p")
     accumulator = te.placeholder((rows, spec.cache_planes, spec.cache_columns), name="acc_old")
     beta, weight = (te.placeholder((rows,), name=name) for name in ("row_beta", "row_weight"))
-    code_at = si.value_vectors(cache_rows, last_row, spec.cache_planes)
-    words = sp.probability_words(p, digits)
-    vectors = spec.cache_columns // si.DOT_BYTES
-    result = sp.sv_gemm_words(words, code_at, digits, accumulator, beta, weight, vectors)
+    code_at = sp.value_vectors(cache_rows, last_row, spec.cache_planes)
+    result = sp.sv_gemm_words(sp.probability_words(p, digits), code_at, digits, accumulator, beta, weight)
     return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
 
 
