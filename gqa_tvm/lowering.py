@@ -135,6 +135,26 @@ def _float16_by_integers():
     return _rewrite_bodies((tirx.Cast, rewrite_cast))
 
 
+def _short_messages():
+    """Let a kernel's checks of an argument fail with one message, the number of the argument and the signature.
+
+    MakePackedAPI gives each of its 150 checks a text of its own; what reports them is a quarter of a kernel's code.
+    """
+
+    def shorten(check):
+        parts = list(check.message_parts)
+        texts = [part.value for part in parts]
+        numbers = [i + 1 for i, text in enumerate(texts) if text.endswith("argument #")]
+        if not numbers:
+            return check
+        signature = max(texts, key=len)
+        message = ("Mismatched argument #", texts[numbers[0]], " of ", signature)
+        kind, *message = map(tvm.ir.StringImm, ("TypeError", *message))
+        return tirx.AssertStmt(check.condition, kind, message)
+
+    return _rewrite_bodies((tirx.AssertStmt, shorten))
+
+
 def _passes(target: str, reuse_storage: bool) -> list:
     s, t = s_tir.transform, tirx.transform
     return [
@@ -166,6 +186,7 @@ def _passes(target: str, reuse_storage: bool) -> list:
         t.AnnotateEntryFunc(),
         t.SplitHostDevice(),
         t.MakePackedAPI(),
+        _short_messages(),
         t.LowerTVMBuiltin(),
         t.LowerIntrin(),
     ]
