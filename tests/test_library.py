@@ -12,6 +12,7 @@ from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, loa
 from gqa_tvm.build import usual_kernels
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.prepared_call import PreparedCall
+from gqa_tvm.runtime import KernelLibrary
 from gqa_tvm.strategy import Strategy, StrategyRules
 from gqa_tvm.targets import best_target
 from gqa_tvm.validation import Inputs, validate
@@ -28,6 +29,31 @@ def test_build_load_and_refuse(tmp_path):  # B138
     got = GroupQueryAttention(**attributes, library=str(path))(**inputs)
     np.testing.assert_array_equal(got.output, wanted.output)
     assert load(path).kernel(KernelSpec("naive", "f32", "i4", 64))
+
+
+_WRONG_ARGUMENTS = {
+    "dtype": (2, np.zeros((1, 1, 4, 64), np.float32)),
+    "columns": (2, np.zeros((1, 1, 4, 32), np.int8)),
+    "axes": (4, np.zeros(4, np.int32)),
+    "absent": (8, None),
+    "strided": (8, np.zeros(128, np.float32)[::2]),
+    "no number": (11, "0"),
+}
+
+
+@pytest.mark.parametrize(("number", "wrong"), _WRONG_ARGUMENTS.values(), ids=_WRONG_ARGUMENTS)
+def test_a_kernel_names_the_argument_it_refuses(number, wrong):
+    spec = KernelSpec("append", "f32", "i8", 64)
+    f32, cache = np.float32, np.zeros((1, 1, 4, 64), np.int8)
+    rotary = (np.zeros((1, 1), np.int64), np.zeros((1, 1), f32), np.zeros((1, 1), f32))
+    rows = [np.zeros((1, 1, 64), f32)] * 2
+    arguments = [*rows, cache, cache, np.zeros((1, 4), np.int32), *rotary, np.zeros(64, f32), np.ones(1, f32)]
+    arguments += [np.ones(1, f32), 0.0, 0, 0, 0]
+    kernel = KernelLibrary().kernel(spec)
+    kernel(*arguments)
+    arguments[number] = wrong
+    with pytest.raises(TypeError, match=f"Mismatched argument #{number} of {spec.name}"):
+        kernel(*arguments)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
