@@ -84,9 +84,7 @@ class KernelSpec:
         fields: dict[str, Any] = match.groupdict()
         formats = fields["query"], fields["cache"]
         numbers = int(fields["head"]), int(fields["rows"] or 0)
-        return KernelSpec(
-            fields["operation"], *formats, *numbers, fields["tuned"] or "", fields["precision"] or ""
-        )
+        return KernelSpec(fields["operation"], *formats, *numbers, fields["tuned"] or "", fields["precision"] or "")
 
 
 def row_tile_for(rows: int) -> int:

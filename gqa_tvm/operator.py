@@ -11,6 +11,7 @@ from .attributes import Attributes
 from .errors import InvalidArgument
 from .kernel_calls import AttentionCall
 from .kv_cache import plan_layout, prepare_presents
+from .precision import precision_from
 from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
 from .runtime import KernelLibrary, launcher, library_for
 from .strategy import Strategy, StrategyRules, flash_disabled, strategy_from
@@ -38,8 +39,11 @@ class GroupQueryAttention:
     rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
     kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (None =
     the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
-    `.so` that gqa_tvm.build made). Raises InvalidArgument. An instance holds `last_plan` and what it
-    remembers of call signatures: no array, nothing that a result depends on.
+    `.so` that gqa_tvm.build made), precision ("exact": as float32; "fast": quantised caches with query rows and
+    probabilities in 16 bits), approximate_qk (INT8 caches with query rows in 8 bits; None = where the environment has
+    ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1). The last two are heeded where the CPU has integer dot products. Raises
+    InvalidArgument. An instance holds `last_plan` and what it remembers of call signatures: no array, nothing that a
+    result depends on.
     """
 
     last_plan: Plan | None
@@ -51,6 +55,8 @@ class GroupQueryAttention:
         num_threads: int | None = None,
         library: str | None = None,
         target: str | None = None,
+        precision: str = "exact",
+        approximate_qk: bool | None = None,
         **attributes: Any,
     ) -> None:
         try:
@@ -58,6 +64,7 @@ class GroupQueryAttention:
         except TypeError as error:
             raise InvalidArgument(f"GroupQueryAttention: {error}") from None
         self._strategy = strategy_from(strategy)
+        self._precision = precision_from(precision, approximate_qk)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise InvalidArgument(f"num_threads must be a positive integer or None, got {num_threads!r}")
         if library is not None and target is not None:
@@ -127,7 +134,9 @@ class GroupQueryAttention:
             if self._library is None:
                 self._library = library_for(self._target, self._library_path)
             rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
-            prepared = PreparedCall(self.attributes, inputs, problem, self._library, rules, self._num_threads)
+            prepared = PreparedCall(
+                self.attributes, inputs, problem, self._library, rules, self._num_threads, self._precision
+            )
             if len(self._prepared) >= _REMEMBERED:
                 self._prepared.clear()
             self._prepared[signature] = prepared

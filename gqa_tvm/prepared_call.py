@@ -10,9 +10,9 @@ import numpy as np
 
 from .attributes import Attributes
 from .kernel_calls import ArgumentForms
-from .kernels import FORMATS, KernelSpec, decode_row_tile, prefill_row_block
+from .kernels import FORMATS, KernelSpec, Precision, decode_row_tile, prefill_row_block
 from .runtime import KernelLibrary
-from .schedules.block_sizes import BlockSizes
+from .schedules.block_sizes import BlockSizes, multiplies_digits
 from .strategy import Choice, Strategy, StrategyRules
 from .tuned_sizes import TunedKernel, total_bucket
 from .validation import Inputs, Problem
@@ -31,7 +31,7 @@ class Plan:
     """What a call ran and why.
 
     block_sizes: of the attention kernel; sizes_origin: "default" or the tuning record they come from. target: the
-    variant; target_reason: why this one.
+    variant; target_reason: why this one. precision: "exact", "fast" or "approximate", of what ran.
     """
 
     strategy: Strategy
@@ -42,6 +42,7 @@ class Plan:
     num_threads: int
     target: str
     target_reason: str
+    precision: str
 
 
 class Attention(NamedTuple):
@@ -65,10 +66,12 @@ class PreparedCall:
         library: KernelLibrary,
         rules: StrategyRules,
         num_threads: int,
+        precision: Precision = "",
     ) -> None:
         self.problem = problem
         self._library, self._rules, self._num_threads = library, rules, num_threads
         self._attributes = attributes
+        self._precision = precision
         formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
         self._append = KernelSpec("append", *formats, problem.head_size)  # type: ignore[arg-type]
         self.append = library.kernel(self._append)
@@ -88,12 +91,19 @@ class PreparedCall:
 
     def _decode_spec(self, problem: Problem) -> KernelSpec:
         tile = decode_row_tile(problem.sequence_length, problem.group_size)
-        return replace(self._append, operation="flash_decode", row_tile=tile)
+        return self._with_precision(replace(self._append, operation="flash_decode", row_tile=tile))
 
     def _prefill_spec(self, problem: Problem) -> KernelSpec:
         default, rows = self._library.sizes.default, problem.sequence_length * problem.group_size
         row_block = prefill_row_block(rows, default.q_block, default.small_q_blocks)
-        return replace(self._append, operation="flash_prefill", row_tile=row_block)
+        return self._with_precision(replace(self._append, operation="flash_prefill", row_tile=row_block))
+
+    def _with_precision(self, spec: KernelSpec) -> KernelSpec:
+        """The kernel of the precision asked for, where there is one: else it is as exact as float32."""
+        if not self._precision or (self._precision == "approximate" and spec.cache != "i8"):
+            return spec
+        wanted = replace(spec, precision=self._precision)
+        return wanted if multiplies_digits(wanted, self._library.sizes.default) else spec
 
     def _tuned(self, spec: KernelSpec, problem: Problem) -> TunedKernel:
         total = problem.total_sequence_length
@@ -109,7 +119,6 @@ class PreparedCall:
         spec, sizes, origin = tuned.spec, tuned.sizes, tuned.origin
         names = (self._append.name, spec.name) if problem.kv_sequence_length else (spec.name,)
         library, threads = self._library, self._num_threads
-        plan = Plan(
-            choice.strategy, choice.reason, names, sizes, origin, threads, library.target, library.target_reason
-        )
+        target = library.target, library.target_reason
+        plan = Plan(choice.strategy, choice.reason, names, sizes, origin, threads, *target, spec.precision or "exact")
         return Attention(choice, spec, sizes, library.kernel(spec), plan)

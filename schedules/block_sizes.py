@@ -85,10 +85,14 @@ class BlockSizes:
         vectors = largest_divisor(rows // self.lanes, self.qk_row_vectors)
         return replace(self, q_block=rows, qk_row_vectors=vectors, sv_row_tile=largest_divisor(rows, self.sv_row_tile))
 
-    def splits_integers(self, cache: str, columns: int, row_tile: int) -> bool:
-        """Whether flash_decode multiplies a cache of so many stored columns by integer dot products."""
+    def splits_integers(self, cache: str, columns: int, row_tile: int, precision: str = "") -> bool:
+        """Whether flash_decode multiplies a cache of so many stored columns by integer dot products.
+
+        A precision below float32's has fewer of them: they are faster for any number of rows.
+        """
         fits = columns % _DOT_BYTES == 0 and columns <= _DOT_COLUMNS and self.decode_kv_block <= _DOT_KEYS
-        return fits and row_tile in dict(self.split_integers).get(cache, ())
+        faster = dict(self.split_integers).get(cache, ())
+        return fits and (bool(faster) if precision else row_tile in faster)
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
@@ -173,7 +177,9 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
-    return spec.operation == "flash_decode" and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
+    return spec.operation == "flash_decode" and sizes.splits_integers(
+        spec.cache, spec.cache_columns, spec.row_tile, spec.precision
+    )
 
 
 def largest_divisor(value: int, limit: int) -> int:

@@ -187,7 +187,9 @@ def _transpose_groups(vectors):
     return [tirx.reinterpret("int8x64", vector) for vector in joined]
 
 
-def _register_arrange(name: str, source: str, target: str, elements, index, convert, convert_vector, in_order=False) -> str:
+def _register_arrange(
+    name: str, source: str, target: str, elements, index, convert, convert_vector, in_order=False
+) -> str:
     def function(emit):
         @T.prim_func(s_tir=True)
         def body(a: T.handle, c: T.handle) -> None:

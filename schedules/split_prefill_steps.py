@@ -14,7 +14,7 @@ _KEYS = 4
 def digits_of_rows(sch: Schedule, sizes: BlockSizes) -> None:
     """The digits of a task's rows, a vector of rows at a time."""
     lanes = sizes.lanes
-    for name in ("query_magnitude", "query_up", "query_down", "query_fixed", "query_offsets"):
+    for name in ("query_up", "query_down", "query_fixed", "query_offsets"):
         vectorize_last(sch, name, lanes)
     for name, reduced in (("query_largest", 2), ("query_sums", 2)):
         _reduce_over_columns(sch, name, lanes, reduced)

@@ -24,54 +24,86 @@ def _bits(x):
     return tirx.reinterpret("int32", x)
 
 
-@pytest.mark.parametrize("signed", [True, False], ids=["query", "probability"])
-def test_scale_is_the_largest_power_of_two_that_fits(signed):
-    x = np.concatenate([np.geomspace(1e-29, 3e38, 3000), 2.0 ** np.arange(-90, 120), [3.4028235e38]]).astype(np.float32)
+def _scales(x, digits):
+    """(up, down) of rows whose largest magnitude is x."""
+    return tuple(_elementwise(lambda v, i=i: si.row_scales(_bits(v), digits)[i], x).astype(np.float64) for i in (0, 1))
+
+
+MAGNITUDES = np.concatenate([np.geomspace(1e-29, 3e38, 3000), 2.0 ** np.arange(-90, 120), [3.4028235e38]])
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_the_largest_element_of_a_row_fits_its_digits(digits):
+    x = MAGNITUDES.astype(np.float32)
     x = np.concatenate([x, np.nextafter(x, np.float32(0))])
-    field = si.signed_field if signed else si.unsigned_field
-    up = _elementwise(lambda v: si.scale_up(field(_bits(v))), x).astype(np.float64)
-    down = _elementwise(lambda v: si.scale_down(field(_bits(v))), x).astype(np.float64)
-    np.testing.assert_array_equal(up * down, 1)
-    largest = np.rint(x * up)
-    assert (largest <= (LARGEST_SIGNED if signed else 2**24 - 1)).all()
-    assert (largest >= (2**23 if not signed else 2**29)).all()
+    x = x[x >= 2.0**-96]
+    up, down = _scales(x, digits)
+    np.testing.assert_allclose(up * down, 1, rtol=2e-7)
+    fixed = np.rint((x * up.astype(np.float32)).astype(np.float64))
+    limit = 127 * sum(256**i for i in range(digits))
+    # A power of two may lose one bit, what fills the digits loses none.
+    assert (fixed <= limit).all() and (fixed >= limit * (0.25 if digits == 4 else 0.999)).all()
 
 
+def test_the_scale_of_probabilities_is_the_largest_power_of_two_that_fits():
+    x = MAGNITUDES.astype(np.float32)
+    x = np.concatenate([x, np.nextafter(x, np.float32(0))])
+    for digits in (2, 3):
+        up = _elementwise(lambda v, d=digits: si.scale_up(si.unsigned_field(_bits(v), d)), x).astype(np.float64)
+        down = _elementwise(lambda v, d=digits: si.scale_down(si.unsigned_field(_bits(v), d)), x).astype(np.float64)
+        np.testing.assert_array_equal(up * down, 1)
+        largest = np.rint(x * up)
+        assert (largest <= 256**digits - 1).all() and (largest >= 256**digits / 2 - (digits == 2)).all()
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
 @pytest.mark.parametrize("x", [0.0, 1e-45, 1e-38, 2e-33])
-def test_scale_of_tiny_rows_is_finite(x):
-    bits = np.full(16, x, np.float32)
-    for field in (si.signed_field, si.unsigned_field):
-        for scale in (si.scale_up, si.scale_down):
-            got = _elementwise(lambda v, f=field, s=scale: s(f(_bits(v))), bits)
-            assert np.isfinite(got).all() and (got >= np.finfo(np.float32).tiny).all()
+def test_scales_of_tiny_rows_are_finite(x, digits):
+    for scale in _scales(np.full(16, x, np.float32), digits):
+        assert np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()
 
 
-def test_signed_digits_reconstruct_32_bits():
-    rng = np.random.default_rng(0)
-    edges = [0, 1, -1, 127, 128, -128, -129, 255, 256, 32767, 32768, -32768, -32769, LARGEST_SIGNED, -LARGEST_SIGNED]
-    fixed = np.concatenate([edges, rng.integers(-LARGEST_SIGNED, LARGEST_SIGNED + 1, 20000)]).astype(np.int32)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_a_row_that_is_not_finite_scales_to_nan(bad, digits):
+    up, down = _scales(np.full(16, bad, np.float32), digits)
+    assert np.isfinite(up).all() and np.isnan(down).all()
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_signed_digits_reconstruct_the_number(digits):
+    limit = 127 * sum(256**i for i in range(digits))
+    edges = [0, 1, -1, 127, -127, 128, -128, -129, 255, 256, 32639, -32639, 32768, -32768, -32769, limit, -limit]
+    edges = [edge for edge in edges if abs(edge) <= limit]
+    fixed = np.concatenate([edges, np.random.default_rng(0).integers(-limit, limit + 1, 20000)]).astype(np.int32)
     value = 0
-    for d in range(si.QUERY_DIGITS):
-        value = value * 256 + _elementwise(lambda v, d=d: si.signed_digits(v)[d], fixed, "int8").astype(np.int64)
+    for d in range(digits):
+        digit = _elementwise(lambda v, d=d: si.signed_digits(v, digits)[d], fixed, "int8")
+        value = value * 256 + digit.astype(np.int64)
     np.testing.assert_array_equal(value, fixed)
 
 
-def test_unsigned_digits_reconstruct_24_bits():
-    fixed = np.concatenate([[0, 255, 256, 2**16, 2**24 - 1], np.arange(0, 2**24, 997)]).astype(np.int32)
-    digits = [
-        _elementwise(lambda v, d=d: si.unsigned_digit(v, d), fixed, "uint8").astype(np.int64) for d in range(si.DIGITS)
-    ]
-    np.testing.assert_array_equal(digits[0] * 2**16 + digits[1] * 2**8 + digits[2], fixed)
+@pytest.mark.parametrize("digits", [2, 3])
+def test_unsigned_digits_reconstruct_the_number(digits):
+    end = 256**digits
+    fixed = np.concatenate([[0, 255, 256, end - 1], np.arange(0, end, 997)]).astype(np.int32)
+    value = 0
+    for d in range(digits):
+        digit = _elementwise(lambda v, d=d: si.unsigned_digit(v, d, digits), fixed, "uint8")
+        value = value * 256 + digit.astype(np.int64)
+    np.testing.assert_array_equal(value, fixed)
 
 
 def test_probabilities_of_the_largest_binade_are_exact():
     p = np.random.default_rng(1).uniform(0.5, 0.999, (2, 64)).astype(np.float32)
     p[1] *= np.float32(2**-60)
     a = te.placeholder(p.shape, name="a")
-    digits, down_at = si.probability_digits(a)
+    digits, down_at = si.probability_digits(a, 3)
     down = te.compute((2,), down_at, name="down")
     value = te.compute(
-        p.shape, lambda m, t: si.join(*(tirx.Cast("int32", digits[m, d, t]) for d in range(3))) * down[m], name="value"
+        p.shape,
+        lambda m, t: si.join_digits([tirx.Cast("int32", digits[m, d, t]) for d in range(3)]) * down[m],
+        name="value",
     )
     np.testing.assert_array_equal(_run([a, value], [p, np.zeros(p.shape, np.float32)]), p)
 
@@ -79,18 +111,18 @@ def test_probabilities_of_the_largest_binade_are_exact():
 def test_probabilities_that_are_nan_count_as_zero():
     p = np.array([[0.25, np.nan] * 32], np.float32)
     a = te.placeholder(p.shape, name="a")
-    digits, _ = si.probability_digits(a)
+    digits, _ = si.probability_digits(a, 3)
     got = _run([a, digits], [p, np.zeros((1, 3, 64), np.uint8)])
     assert (got[:, :, 1::2] == 0).all()
 
 
-def test_join_rounds_twice_and_is_exact_for_24_bits():
-    rng = np.random.default_rng(2)
-    sums = rng.integers(-(2**21), 2**21, (3, 5000)).astype(np.int32)
+@pytest.mark.parametrize("digits", [1, 2, 3, 4])
+def test_join_rounds_twice(digits):
+    sums = np.random.default_rng(2).integers(-(2**21), 2**21, (digits, 5000)).astype(np.int32)
     a = te.placeholder(sums.shape, "int32", name="a")
-    joined = te.compute((5000,), lambda i: si.join(a[0, i], a[1, i], a[2, i]), name="joined")
+    joined = te.compute((5000,), lambda i: si.join_digits([a[d, i] for d in range(digits)]), name="joined")
     got = _run([a, joined], [sums, np.zeros(5000, np.float32)])
-    wanted = (sums * np.array([[2**16], [2**8], [1]], np.int64)).sum(0)
+    wanted = (sums * 256 ** np.arange(digits)[::-1, None]).sum(0)
     assert (np.abs(got - wanted) <= np.abs(wanted) * 2.0**-23).all()
 
 

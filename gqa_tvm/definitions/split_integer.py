@@ -1,15 +1,16 @@
 """Products with integer codes by exact integer dot products, as accurate as float32.
 
-A float32 row is scaled by a power of two to integers, each written as digits of 8 bits, most significant first: 32 bits
-and four signed digits for a query row, whose small elements count, 24 bits and three unsigned digits for probabilities.
-Each digit row has an exact int32 dot product with the codes; these are joined in float32.
+A float32 row is scaled to integers, each written as digits of 8 bits, most significant first: signed ones for a query
+row, unsigned ones for probabilities. Each digit row has an exact int32 dot product with the codes; these are joined in
+float32. How many digits there are is the precision (`decode_digits`, `prefill_digits`): as exact as float32 with four
+(or three, where float32 itself sums a head in one chain) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
 No int32 overflows: the sums of a lane are at most 128 * 128 * columns / 4 for keys and 255 * 128 * keys for values, and
 the join shifts the first digit's by 8 bits. So there may be LARGEST_COLUMNS columns and LARGEST_KEYS keys in a block.
 
-The last digit of a query row stands for 2^-31 of its largest magnitude, that of a block's probabilities for 2^-24:
-errors are relative to that, not to each element.
+The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's
+probabilities for 2^-24 of the largest of them: errors are relative to that, not to each element.
 
 Rows of vectors: 64 columns are 4 vectors j of 16 lanes of 4 bytes. Column 16 L + 4 j + q of the 64 is lane group L of
 vector j: what two unpack instructions make of 4 rows. For keys a lane is (L, key) and its bytes the q, for values a
@@ -21,8 +22,6 @@ from __future__ import annotations
 from tvm import te, tirx
 from tvm.tirx import op as tirx_op
 
-QUERY_DIGITS = 4
-DIGITS = 3
 DOT_BYTES = 64
 DOT_LANES = 16
 KEYS_PER_DOT = 4
@@ -34,6 +33,7 @@ KEY_OFFSET = {"i8": 128, "i4": 8}
 # Digits of query rows and probabilities where the rows are lanes, by precision: sums over a head in one chain round
 # as much as the third digit of a query row does.
 _PREFILL_DIGITS = {"": (3, 3), "fast": (2, 2), "approximate": (1, 3)}
+_DECODE_DIGITS = {"": (4, 3), "fast": (2, 2), "approximate": (1, 3)}
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
@@ -41,6 +41,11 @@ _MANTISSA_BITS = 23
 _LARGEST_FIELD = 253
 # Rounds the largest mantissas up to the next exponent: their integers would need a digit of 128.
 _SIGNED_MARGIN = 0x18000
+# What fits fewer digits, less the rounding of the scale.
+_LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3}
+# Smaller rows count as this large: the inverse of their scale stays a normal float32.
+_SMALLEST_ROW = 2.0**-96
+_INFINITY_BITS = 0x7F800000
 
 
 def prefill_digits(precision: str) -> tuple[int, int]:
@@ -57,16 +62,45 @@ def _power_of_two(field):
     return tirx.reinterpret("float32", field << _i32(_MANTISSA_BITS))
 
 
+def decode_digits(precision: str) -> tuple[int, int]:
+    """Digits of a query row and of a probability in flash_decode."""
+    return _DECODE_DIGITS[precision]
+
+
 def signed_field(largest_bits):
-    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite)."""
+    """Exponent field f of the scale 2^(f - 127) of a row of four digits, from the bits of its largest magnitude."""
     exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
     return tirx.min(_i32(2 * _EXPONENT_BIAS + 30) - exponent, _i32(_LARGEST_FIELD))
 
 
-def unsigned_field(largest_bits):
-    """As `signed_field` for probabilities: those in the binade of the largest one are represented exactly."""
-    exponent = largest_bits >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + 23) - exponent, _i32(_LARGEST_FIELD))
+def unsigned_field(largest_bits, digits: int):
+    """As `signed_field` for probabilities: three digits represent those in the binade of the largest one exactly."""
+    # Rounds up what would round to 256^digits.
+    margin = 1 << (_MANTISSA_BITS - 8 * digits) if digits < 3 else 0
+    exponent = (largest_bits + _i32(margin)) >> _i32(_MANTISSA_BITS)
+    return tirx.min(_i32(2 * _EXPONENT_BIAS + 8 * digits - 1) - exponent, _i32(_LARGEST_FIELD))
+
+
+def is_finite(largest_bits):
+    """Whether a row whose largest magnitude has these bits is finite."""
+    return largest_bits < _i32(_INFINITY_BITS)
+
+
+def row_scales(largest_bits, digits: int):
+    """(up, down) of a query row: the factor that makes its elements integers, and its inverse, NaN if not finite.
+
+    largest_bits: of its largest magnitude. Four digits are scaled by a power of two, fewer by what fills them.
+    """
+    finite = is_finite(largest_bits)
+    if digits == 4:
+        field = signed_field(tirx.Select(finite, largest_bits, _i32(0)))
+        up, down = scale_up(field), scale_down(field)
+    else:
+        smallest, one = tirx.const(_SMALLEST_ROW, "float32"), tirx.const(1.0, "float32")
+        magnitude = tirx.Select(finite, tirx.max(tirx.reinterpret("float32", largest_bits), smallest), one)
+        limit = tirx.const(_LARGEST_FIXED[digits], "float32")
+        up, down = limit / magnitude, magnitude / limit
+    return up, tirx.Select(finite, down, tirx.reinterpret("float32", _i32(0x7FC00000)))
 
 
 def scale_up(field):
@@ -82,7 +116,7 @@ def fixed_point(x, up):
     return tirx.Cast("int32", tirx_op.round(x * up))
 
 
-def signed_digits(fixed, count: int = QUERY_DIGITS):
+def signed_digits(fixed, count: int):
     """The int8 digits of an int32 of at most 127 (1 + 256 + ...) in magnitude, most significant first."""
     digits = [fixed]
     for _ in range(count - 1):
@@ -90,22 +124,24 @@ def signed_digits(fixed, count: int = QUERY_DIGITS):
     return tuple(tirx.Cast("int8", digit) for digit in digits)
 
 
-def unsigned_digit(fixed, d):
-    """Digit d (0 is the most significant) of an int32 in [0, 2^24) as uint8."""
-    shift = _i32(8 * (DIGITS - 1)) - tirx.Cast("int32", d) * _i32(8)
+def unsigned_digit(fixed, d, digits: int):
+    """Digit d (0 is the most significant) of an int32 in [0, 256^digits) as uint8."""
+    shift = _i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)
     return tirx.Cast("uint8", (fixed >> shift) & _i32(255))
 
 
-def join(high, middle, low):
-    """high 2^16 + middle 2^8 + low of exact int32 sums, as float32 with two roundings."""
-    upper = tirx.Cast("float32", (high << _i32(8)) + middle)
-    return upper * tirx.const(256.0, "float32") + tirx.Cast("float32", low)
+def join_digits(sums):
+    """Exact int32 sums of 1 to 4 digits, most significant first, as float32 of their weighted sum; two roundings."""
+    pairs = [first if second is None else (first << _i32(8)) + second for first, second in _pairs(sums)]
+    upper = tirx.Cast("float32", pairs[0])
+    if len(pairs) == 1:
+        return upper
+    weight = 256.0 ** (2 - len(sums) % 2)
+    return upper * tirx.const(weight, "float32") + tirx.Cast("float32", pairs[1])
 
 
-def join_four(first, second, third, fourth):
-    """As `join` for the four sums of a query row."""
-    upper, lower = (first << _i32(8)) + second, (third << _i32(8)) + fourth
-    return tirx.Cast("float32", upper) * tirx.const(65536.0, "float32") + tirx.Cast("float32", lower)
+def _pairs(sums):
+    return [(first, sums[i + 1] if i + 1 < len(sums) else None) for i, first in enumerate(sums) if i % 2 == 0]
 
 
 def accumulator_position(column):
@@ -175,17 +211,17 @@ def value_vectors(cache_rows, last_row, planes: int):
 def qk_gemm_digits(digits, offsets, down, code_at, shape):
     """Scores [M, T_block] float32 of query digits against unsigned key codes.
 
-    digits [M, 4, C / 64, E, 4, 64] int8, repeated for each key of a lane group; offsets [M, 4, 16] int32: the dot
+    digits [M, D, C / 64, E, 4, 64] int8, repeated for each key of a lane group; offsets [M, D, 16] int32: the dot
     product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`;
     shape: (T_block, C / 64, E).
     """
-    rows = digits.shape[0]
+    rows, count = (int(n) for n in digits.shape[:2])
     keys, vectors, planes = shape
     v, e = te.reduce_axis((0, vectors), name="v"), te.reduce_axis((0, planes), name="e")
     j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     sums = te.compute(
-        (keys // 4, rows, QUERY_DIGITS, DOT_LANES),
+        (keys // 4, rows, count, DOT_LANES),
         lambda t, m, d, lane: te.sum(
             as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]), axis=[v, e, j, q]
         ),
@@ -193,7 +229,7 @@ def qk_gemm_digits(digits, offsets, down, code_at, shape):
     )
     joined = te.compute(
         (rows, keys // 4, DOT_LANES),
-        lambda m, t, lane: join_four(*(sums[t, m, d, lane] - offsets[m, d, lane] for d in range(QUERY_DIGITS))),
+        lambda m, t, lane: join_digits([sums[t, m, d, lane] - offsets[m, d, lane] for d in range(count)]),
         name="qk_join",
     )
     group = te.reduce_axis((0, 4), name="group")
@@ -205,19 +241,19 @@ def qk_gemm_digits(digits, offsets, down, code_at, shape):
     return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
 
 
-def probability_digits(p):
-    """Digits [M, 3, T_block] uint8 of probabilities [M, T_block] >= 0 and the rows' scale_down [M]; NaN counts as 0."""
+def probability_digits(p, count: int):
+    """Digits [M, count, T_block] uint8 of probabilities [M, T_block] >= 0, NaN as 0, and the rows' scale_down [M]."""
     rows, keys = p.shape
     t = te.reduce_axis((0, keys), name="t")
     largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    field = te.compute((rows,), lambda m: unsigned_field(tirx.reinterpret("int32", largest[m])), name="p_field")
+    field = te.compute((rows,), lambda m: unsigned_field(tirx.reinterpret("int32", largest[m]), count), name="p_field")
     zero = tirx.const(0.0, "float32")
     fixed = te.compute(
         (rows, keys),
         lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), scale_up(field[m])),
         name="p_fixed",
     )
-    digits = te.compute((rows, DIGITS, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d), name="p_digits")
+    digits = te.compute((rows, count, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d, count), name="p_digits")
     return digits, lambda m: scale_down(field[m])
 
 
@@ -228,11 +264,11 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int
     `value_vectors`.
     """
     rows, planes, _ = (int(n) for n in accumulator.shape)
-    keys = int(digits.shape[2])
+    count, keys = (int(n) for n in digits.shape[1:])
     t, b = te.reduce_axis((0, keys // 4), name="t"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     product = te.compute(
-        (rows, DIGITS, vectors, planes, 4, DOT_LANES),
+        (rows, count, vectors, planes, 4, DOT_LANES),
         lambda m, d, v, e, j, lane: te.sum(
             as_i32(digits[m, d, t * 4 + b]) * as_i32(code_at(t, v, e, j, lane * 4 + b)), axis=[t, b]
         ),
@@ -240,7 +276,7 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int
     )
 
     def added(m, e, c):
-        sums = (product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(DIGITS))
-        return accumulator[m, e, c] * row_beta[m] + join(*sums) * down_at(m)
+        sums = [product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(count)]
+        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * down_at(m)
 
     return te.compute(accumulator.shape, added, name="sv")

@@ -21,18 +21,16 @@ from .split_integer import (
     KEY_OFFSET,
     KEYS_PER_DOT,
     fixed_point,
+    is_finite,
+    join_digits,
     load_rows,
     nibble,
+    row_scales,
     signed_digits,
 )
 
 # A lane's sum of one digit is at most 128 * 255 * columns, and the join shifts it by 8 bits.
 LARGEST_PREFILL_COLUMNS = 256
-_INFINITY_BITS = 0x7F800000
-# Smaller rows count as this large: the inverse of their scale stays a normal float32.
-_SMALLEST_ROW = 2.0**-96
-# What fits the digits, less the rounding of the scale: one more would be a digit of 128.
-_LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3}
 
 
 def _i32(value: int):
@@ -57,27 +55,13 @@ def query_words(query_t, fmt: str, digits: int):
     """
     planes, columns, rows = (int(n) for n in query_t.shape)
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, columns), name="c")
-    largest = te.compute(
-        (rows,), lambda m: te.max(magnitude_bits(query_t[e, c, m]), axis=[e, c]), name="query_largest"
-    )
-    finite = lambda m: largest[m] < _i32(_INFINITY_BITS)  # noqa: E731
-    magnitude = te.compute(
-        (rows,),
-        lambda m: tirx.Select(
-            finite(m), tirx.max(tirx.reinterpret("float32", largest[m]), _f32(_SMALLEST_ROW)), _f32(1.0)
-        ),
-        name="query_magnitude",
-    )
-    limit = _f32(_LARGEST_FIXED[digits])
-    up = te.compute((rows,), lambda m: limit / magnitude[m], name="query_up")
-    down = te.compute(
-        (rows,),
-        lambda m: tirx.Select(finite(m), magnitude[m] / limit, tirx.reinterpret("float32", _i32(0x7FC00000))),
-        name="query_down",
-    )
+    largest = te.compute((rows,), lambda m: te.max(magnitude_bits(query_t[e, c, m]), axis=[e, c]), name="query_largest")
+    up = te.compute((rows,), lambda m: row_scales(largest[m], digits)[0], name="query_up")
+    down = te.compute((rows,), lambda m: row_scales(largest[m], digits)[1], name="query_down")
+    zero = _f32(0.0)
     fixed = te.compute(
         query_t.shape,
-        lambda e, c, m: fixed_point(tirx.Select(finite(m), query_t[e, c, m], _f32(0.0)), up[m]),
+        lambda e, c, m: fixed_point(tirx.Select(is_finite(largest[m]), query_t[e, c, m], zero), up[m]),
         name="query_fixed",
     )
     quads = columns // KEYS_PER_DOT
@@ -122,14 +106,6 @@ def key_codes(cache_rows, last_row, planes: int):
     return te.compute((keys, planes, columns), code, name="codes_k")
 
 
-def join_digits(sums):
-    """Exact int32 sums of 1 to 3 digits, most significant first, as float32 of their weighted sum."""
-    if len(sums) == 1:
-        return tirx.Cast("float32", sums[0])
-    upper = tirx.Cast("float32", (sums[0] << _i32(8)) + sums[1])
-    return upper if len(sums) == 2 else upper * _f32(256.0) + tirx.Cast("float32", sums[2])
-
-
 def qk_gemm_words(words, offsets, down, codes):
     """Scores [T_block, M] float32 of query digits (`query_words`) against codes [T_block, E, C]."""
     digits, planes, quads, rows = (int(n) for n in words.shape)
@@ -152,8 +128,8 @@ def block_softmax(scores, m_old, l_old):
     """One step of the online softmax with probabilities relative to the block's own maximum.
 
     scores [T_block, M], m_old, l_old [M]. Computation: b = max_t s, m = max(m_old, b), alpha = exp(m_old - m),
-    w = exp(b - m), p = exp(s - b), l = alpha l_old + w sum_t p. Returns alpha, w, p, l, m; p, l, m may overwrite s, l_old,
-    m_old in this order.
+    w = exp(b - m), p = exp(s - b), l = alpha l_old + w sum_t p. Returns alpha, w, p, l, m; p, l, m may overwrite s,
+    l_old, m_old in this order.
     """
     keys, rows = scores.shape
     t = te.reduce_axis((0, keys), name="t")

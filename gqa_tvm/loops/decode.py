@@ -182,7 +182,7 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    splits = sizes.splits_integers(spec.cache, spec.cache_columns, R)
+    splits = sizes.splits_integers(spec.cache, spec.cache_columns, R, spec.precision)
     qk = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
     sv = sv_split_step(spec, R, BC) if splits else sv_rows_first_step(spec, shape)
     position = accumulator_position if splits else same_position

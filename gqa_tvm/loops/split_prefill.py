@@ -18,7 +18,7 @@ from .split_rows import stored_rows
 
 
 class SplitPrefillSteps(NamedTuple):
-    """The TE steps of a task (query) and of a block of keys (qk, softmax, sv); suffix: ends the names of their blocks."""
+    """The TE steps of a task (query) and of a block of keys; suffix: ends the names of their blocks."""
 
     query: Any
     qk: Any

@@ -14,7 +14,6 @@ from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .splice import make_step, splice, whole
 
-_INFINITY_BITS = 0x7F800000
 # Keys of a QK step; between the steps, cache rows that are needed soon are fetched.
 QK_KEYS = 16
 _LINE_BYTES = 64
@@ -23,16 +22,17 @@ _LINE_BYTES = 64
 class SplitRows(NamedTuple):
     """Rows as `qk_gemm_digits` takes them."""
 
-    digits: Any  # [rows, 4, C / 64, E, 4, 64] int8
-    offsets: Any  # [rows, 4, 16] int32
+    digits: Any  # [rows, D, C / 64, E, 4, 64] int8
+    offsets: Any  # [rows, D, 16] int32
     down: Any  # [rows] float32, NaN for a row that is not finite
 
 
 def allocate_split_rows(spec: KernelSpec, rows: int) -> SplitRows:
     vectors = spec.cache_columns // si.DOT_BYTES
+    digits, _ = si.decode_digits(spec.precision)
     return SplitRows(
-        T.sblock_alloc_buffer((rows, si.QUERY_DIGITS, vectors, spec.cache_planes, 4, si.DOT_BYTES), "int8"),
-        T.sblock_alloc_buffer((rows, si.QUERY_DIGITS, si.DOT_LANES), "int32"),
+        T.sblock_alloc_buffer((rows, digits, vectors, spec.cache_planes, 4, si.DOT_BYTES), "int8"),
+        T.sblock_alloc_buffer((rows, digits, si.DOT_LANES), "int32"),
         T.sblock_alloc_buffer((rows,)),
     )
 
@@ -40,35 +40,32 @@ def allocate_split_rows(spec: KernelSpec, rows: int) -> SplitRows:
 def split_rows(spec: KernelSpec, query, count, target: SplitRows) -> None:
     """Fill `target` from the first `count` rows of query [rows, E, C] float32."""
     planes, columns = spec.cache_planes, spec.cache_columns
+    digits, _ = si.decode_digits(spec.precision)
     # Whole vectors with a run-time index: the only kind of object for which LLVM aligns the stack to vectors, without
     # which those it spills there straddle cache lines.
-    fields = T.sblock_alloc_buffer((int(query.shape[0]),), f"int32x{si.DOT_LANES}")
+    scales = T.sblock_alloc_buffer((int(query.shape[0]),), f"float32x{si.DOT_LANES}")
     largest = T.sblock_alloc_buffer((1,), "int32")
-    row = T.sblock_alloc_buffer((si.QUERY_DIGITS, planes, columns), "int8")
+    row = T.sblock_alloc_buffer((digits, planes, columns), "int8")
     with T.serial(0, count) as r:
         T.buffer_store(largest, T.int32(0), [0])
         with T.grid(planes, columns) as (e, c):
             T.buffer_store(largest, tirx.max(largest[0], magnitude_bits(query[r, e, c])), [0])
-        finite = T.bind(largest[0] < _INFINITY_BITS)
-        field = T.bind(si.signed_field(tirx.Select(finite, largest[0], T.int32(0))))
-        up = T.bind(si.scale_up(field))
-        nan = tirx.reinterpret("float32", T.int32(0x7FC00000))
-        T.buffer_store(target.down, tirx.Select(finite, T.float32(1), nan), [r])
-        T.buffer_store(fields, tirx.Broadcast(field, si.DOT_LANES), [r])
+        finite = T.bind(si.is_finite(largest[0]))
+        up, down = (T.bind(scale) for scale in si.row_scales(largest[0], digits))
+        T.buffer_store(scales, tirx.Broadcast(down, si.DOT_LANES), [r])
         with T.grid(planes, columns) as (e, c):
             fixed = T.bind(si.fixed_point(tirx.Select(finite, query[r, e, c], T.float32(0)), up))
-            for d, digit in enumerate(si.signed_digits(fixed)):
+            for d, digit in enumerate(si.signed_digits(fixed, digits)):
                 T.buffer_store(row, digit, [d, e, c])
         _spread(spec, row, r, target)
     with T.serial(0, count) as r:
-        field = tirx.Shuffle([fields[r]], [T.int32(0)])
-        T.buffer_store(target.down, target.down[r] * si.scale_down(field), [r])
+        T.buffer_store(target.down, tirx.Shuffle([scales[r]], [T.int32(0)]), [r])
 
 
 def _spread(spec: KernelSpec, row, r, target: SplitRows) -> None:
     """One row's digits [4, E, C] in the order of the dot products, and their products with the code of zero."""
     vectors, planes = spec.cache_columns // si.DOT_BYTES, spec.cache_planes
-    for d in range(si.QUERY_DIGITS):
+    for d in range(int(row.shape[0])):
         for v in range(vectors):
             for e in range(planes):
                 bytes_ = row[d, e, T.ramp(v * si.DOT_BYTES, 1, si.DOT_BYTES)]
@@ -98,8 +95,9 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """scores = query keys^T; arguments: cache rows, last row, the fields of `SplitRows`, scores."""
     cache_rows, last_row = stored_rows(spec, kv_block)
     vectors, planes = spec.cache_columns // si.DOT_BYTES, spec.cache_planes
-    digits = te.placeholder((row_tile, si.QUERY_DIGITS, vectors, planes, 4, si.DOT_BYTES), "int8", name="digits")
-    offsets = te.placeholder((row_tile, si.QUERY_DIGITS, si.DOT_LANES), "int32", name="offsets")
+    count, _ = si.decode_digits(spec.precision)
+    digits = te.placeholder((row_tile, count, vectors, planes, 4, si.DOT_BYTES), "int8", name="digits")
+    offsets = te.placeholder((row_tile, count, si.DOT_LANES), "int32", name="offsets")
     down = te.placeholder((row_tile,), name="down")
     code_at = si.key_vectors(cache_rows, last_row, planes)
     scores = si.qk_gemm_digits(digits, offsets, down, code_at, (kv_block, vectors, planes))
@@ -113,7 +111,7 @@ def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
     beta = te.placeholder((row_tile,), name="row_beta")
-    digits, down_at = si.probability_digits(p)
+    digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
     code_at = si.value_vectors(cache_rows, last_row, planes)
     result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, spec.cache_columns // si.DOT_BYTES)
     return make_step([cache_rows, last_row, p, accumulator, beta, result])
