@@ -10,7 +10,7 @@ Operation = Literal[
     "append", "flash_prefill", "flash_decode", "naive", "kv_quantize", "kv_dequantize", "qk_gemm", "sv_gemm"
 ]
 FloatFormat = Literal["f32", "f16", "bf16"]
-Precision = Literal["", "fast", "approximate"]
+Precision = Literal["", "fast", "balanced", "approximate"]
 CacheFormat = Literal["f32", "f16", "bf16", "i8", "i4"]
 
 FLOAT_FORMATS: tuple[FloatFormat, ...] = ("f32", "f16", "bf16")
@@ -29,7 +29,7 @@ ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 _NAME = re.compile(
     r"(?P<operation>append|flash_prefill|flash_decode|naive|kv_quantize|kv_dequantize|qk_gemm|sv_gemm)"
     r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
-    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_(?P<precision>fast|approximate))?(_t(?P<tuned>[0-9a-f]{6}))?"
+    r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_(?P<precision>fast|balanced|approximate))?(_t(?P<tuned>[0-9a-f]{6}))?"
 )
 
 

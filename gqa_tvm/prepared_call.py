@@ -31,7 +31,8 @@ class Plan:
     """What a call ran and why.
 
     block_sizes: of the attention kernel; sizes_origin: "default" or the tuning record they come from. target: the
-    variant; target_reason: why this one. precision: "exact", "fast" or "approximate", of what ran.
+    variant; target_reason: why this one. precision: of what ran, "approximate" where
+    approximate_qk had its way.
     """
 
     strategy: Strategy

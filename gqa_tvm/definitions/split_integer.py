@@ -32,8 +32,8 @@ KEY_OFFSET = {"i8": 128, "i4": 8}
 
 # Digits of query rows and probabilities where the rows are lanes, by precision: sums over a head in one chain round
 # as much as the third digit of a query row does.
-_PREFILL_DIGITS = {"": (3, 3), "fast": (2, 2), "approximate": (1, 3)}
-_DECODE_DIGITS = {"": (4, 3), "fast": (2, 2), "approximate": (1, 3)}
+_PREFILL_DIGITS = {"": (3, 3), "balanced": (3, 2), "fast": (2, 2), "approximate": (1, 3)}
+_DECODE_DIGITS = {"": (4, 3), "balanced": (3, 2), "fast": (2, 2), "approximate": (1, 3)}
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
