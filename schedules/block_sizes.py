@@ -177,7 +177,7 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
-    return spec.operation == "flash_decode" and sizes.splits_integers(
+    return spec.operation in ("flash_decode", "qk_gemm") and sizes.splits_integers(
         spec.cache, spec.cache_columns, spec.row_tile, spec.precision
     )
 

@@ -7,7 +7,6 @@ from .generic import (
     schedule_kv_dequantize,
     schedule_kv_quantize,
     schedule_naive,
-    schedule_qk_gemm,
     schedule_sv_gemm,
 )
 
@@ -51,3 +50,12 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
     split_steps.tile_sv_for_dots(sch, row_tile, sizes.lanes)
+
+
+def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
+    """QKGemm as in flash_decode."""
+    if not split_steps.multiplies_digits(sch):
+        generic.schedule_qk_gemm(sch, sizes, row_tile, columns)
+        return
+    steps.parallelize_tasks(sch)
+    split_steps.tile_qk_for_dots(sch, row_tile)

@@ -8,11 +8,13 @@ from tvm.script import tirx as T
 
 from ..definitions.kv_quantize import CACHE_DTYPES
 from ..kernels import KernelSpec
+from ..schedules.block_sizes import multiplies_digits
 from .arguments import buffer_parameter, dimension
 from .cache_block import match_cache
 from .decode import DecodeShape, qk_rows_first_step, sv_rows_first_step
 from .primitives_cache import declare_column_scale, declare_matrix
 from .splice import alias, splice, whole
+from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, qk_split_step, split_rows
 
 
 def _gemm_shape(spec: KernelSpec, sizes) -> DecodeShape:
@@ -60,6 +62,31 @@ def _emit_qk(spec: KernelSpec, shape: DecodeShape, step, keys, begin, last, quer
         T.reads(region, whole(query))
         T.writes(whole(scores))
         splice(step, [match_cache(spec, region, keys.dtype, shape.kv_block), last, query, scores])
+
+
+def _emit_qk_split(spec: KernelSpec, shape: DecodeShape, step, keys, begin, last, operands: SplitRows, scores) -> None:
+    """As `_emit_qk` by integer dot products, a few keys at a time."""
+    with T.serial(0, shape.kv_block // QK_KEYS) as part:
+        offset = T.bind(part * QK_KEYS)
+        region = keys[begin + offset : begin + offset + QK_KEYS, 0 : spec.cache_columns]
+        target = scores[0 : shape.row_tile, offset : offset + QK_KEYS]
+        with T.sblock("qk_step"):
+            T.reads(region, *(whole(operand) for operand in operands))
+            T.writes(target)
+            rows = match_cache(spec, region, keys.dtype, QK_KEYS)
+            part_scores = T.match_buffer(
+                target, (shape.row_tile, QK_KEYS), "float32", strides=(shape.kv_block, 1), offset_factor=1
+            )
+            splice(step, [rows, last - T.Cast("int32", offset), *operands, part_scores])
+
+
+def _query_operands(spec: KernelSpec, splits: bool, query_tile):
+    """What the QK step takes of a tile of rows: the rows, or their digits."""
+    if not splits:
+        return query_tile
+    operands = allocate_split_rows(spec, int(query_tile.shape[0]))
+    split_rows(spec, query_tile, int(query_tile.shape[0]), operands)
+    return operands
 
 
 def _emit_sv(spec: KernelSpec, shape: DecodeShape, step, values, begin, last, p, acc, one) -> None:
@@ -112,7 +139,9 @@ def qk_gemm(spec: KernelSpec, sizes):
     """
     shape = _gemm_shape(spec, sizes)
     R, BC, chunk = shape.row_tile, shape.kv_block, sizes.kv_chunk
-    step = qk_rows_first_step(spec, shape)
+    splits = multiplies_digits(spec, sizes)
+    step = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
+    emit = _emit_qk_split if splits else _emit_qk
 
     @T.prim_func(s_tir=True)
     def kernel(query_: T.handle, keys_: T.handle, scale_: T.handle, scores_: T.handle, alpha: T.float32):
@@ -138,11 +167,12 @@ def qk_gemm(spec: KernelSpec, sizes):
                 keys_left: T.let = T.min(N - vk * chunk, T.int64(chunk))
                 tile = T.meta_var(_Tile(first_row, valid))
                 _load_query(spec, shape, query, tile, scale, alpha, query_tile)
+                operands = T.meta_var(_query_operands(spec, splits, query_tile))
                 for blk in T.serial(_ceil_div(keys_left, BC)):
                     begin: T.let = vk * chunk + blk * BC
                     count: T.let = T.min(N - begin, T.int64(BC))
                     last: T.let = T.Cast("int32", count) - 1
-                    _emit_qk(spec, shape, step, keys, begin, last, query_tile, scores)
+                    emit(spec, shape, step, keys, begin, last, operands, scores)
                     for r in T.serial(valid):
                         for t in T.serial(count):
                             result[first_row + r, begin + t] = scores[r, t]
