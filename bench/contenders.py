@@ -61,9 +61,9 @@ def operator_contenders(
     workload: Workload, calls: list[Call], threads: int, with_torch: bool = False
 ) -> list[Contender]:
     """Everyone who can run the call, this project first. All write the same rows into the same buffers."""
-    contenders = [_ours(OURS, calls, threads, "auto")]
+    contenders = [_ours(OURS, calls, threads, **_precision_options(workload.precision))]
     if workload.paths:
-        contenders.append(_ours(OURS_NAIVE, calls, threads, "naive"))
+        contenders.append(_ours(OURS_NAIVE, calls, threads, strategy="naive"))
     if _onnxruntime_takes(workload):
         contenders.append(_onnxruntime(ORT_NAIVE, calls, threads, disable_flash=True))
         if _onnxruntime_has_flash(workload):
@@ -73,9 +73,13 @@ def operator_contenders(
     return contenders
 
 
-def _ours(name: str, calls: list[Call], threads: int, strategy: str) -> Contender:
+def _precision_options(precision: str) -> dict[str, Any]:
+    return {"approximate_qk": True} if precision == "approximate" else {"precision": precision}
+
+
+def _ours(name: str, calls: list[Call], threads: int, **options: Any) -> Contender:
     results: dict[str, np.ndarray] = {}
-    op = GroupQueryAttention(**calls[0].attributes, num_threads=threads, strategy=strategy)
+    op = GroupQueryAttention(**calls[0].attributes, num_threads=threads, **options)
 
     def run(call: Call) -> Callable[[], None]:
         inputs = {**call.inputs, "present_key": call.inputs["past_key"], "present_value": call.inputs["past_value"]}

@@ -15,6 +15,8 @@ from gqa_tvm.reference import group_query_attention
 
 # Of max(1, |wanted|); a float16 result is rounded once.
 TOLERANCES = {"f32": 1e-5, "f16": 2e-3}
+# Of the largest result, for this project when it was asked for less than float32's precision.
+REDUCED = {"balanced": 1e-3, "fast": 1e-3, "approximate": 5e-2}
 # The float64 reference takes about a second for so much.
 _REFERENCE_FLOPS = 150_000_000
 
@@ -91,7 +93,10 @@ def _results_of(workload: Workload, call: Call, contender: Contender) -> tuple[n
 
 
 def _compare(workload: Workload, contender: Contender, got: Any, wanted: Any) -> None:
-    _compare_arrays(contender.name, got[0], wanted[0], TOLERANCES[workload.query])
+    tolerance = TOLERANCES[workload.query]
+    if contender.name == OURS and workload.precision != "exact":
+        tolerance = REDUCED[workload.precision] * float(np.abs(wanted[0]).max())
+    _compare_arrays(contender.name, got[0], wanted[0], tolerance)
     if got[1] is None:
         return
     for ours, theirs in zip(got[1], wanted[1], strict=True):

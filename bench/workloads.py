@@ -19,7 +19,8 @@ class Workload:
     operation: "prefill" (S = T), "decode" (S = 1), "chunk" (S tokens behind a past), "qk_gemm" or "sv_gemm".
     cache: a key of CACHE_BITS; query: "f32" or "f16". window: keys a token sees, -1 = all. feature: one of FEATURES
     ("window": one that hides nothing). ragged: entries of T/2 to T keys. cold: takes turns over caches of 96 MiB in
-    all, as a model of many layers does. paths: the naive path of this project is timed as well.
+    all, as a model of many layers does. paths: the naive path of this project is timed as well. precision: of this
+    project, "exact", "balanced", "fast" or "approximate".
     """
 
     operation: str
@@ -36,6 +37,7 @@ class Workload:
     ragged: bool = False
     cold: bool = False
     paths: bool = False
+    precision: str = "exact"
 
     @property
     def is_gemm(self) -> bool:
@@ -57,6 +59,7 @@ class Workload:
         parts += [f"b{self.batch}"] if self.batch > 1 else []
         parts += [f"w{self.window}"] if self.window > 0 else []
         marks = {self.feature: bool(self.feature), "ragged": self.ragged, "cold": self.cold}
+        marks[self.precision] = self.precision != "exact"
         return "_".join([*parts, *(mark for mark, holds in marks.items() if holds)])
 
     @property
@@ -182,6 +185,17 @@ def _features() -> list[Workload]:
     ]
 
 
+def _precisions() -> list[Workload]:
+    """What fewer digits gain over the exact kernels."""
+    shapes = [(prefill, 512), (prefill, 2048), (decode, 4096)]
+    return [
+        shape(cache, total, precision=precision)
+        for (shape, total), (cache, precision) in product(
+            shapes, (("i8", "balanced"), ("i8", "fast"), ("i8", "approximate"), ("i4", "fast"))
+        )
+    ]
+
+
 def _quick() -> list[Workload]:
     """The claims of the README, the rows closest to a loss, and one of everything else."""
     return [
@@ -218,6 +232,7 @@ def _documentation() -> list[Workload]:
         *(decode(c, 1024, batch=64, ragged=True) for c in ("f32", "i8")),
         *(chunk("i8", tokens, 4096) for tokens in (2, 4, 8, 16)),
         *_features(),
+        *_precisions(),
         *(w for w in _gemms() if w.cache != "i8c"),
     ]
 
@@ -252,6 +267,7 @@ SELECTIONS: dict[str, tuple[Workload, ...]] = {
     "decode": _unique(_decodes()),
     "prefill": _unique(_prefills()),
     "features": _unique(_features()),
+    "precisions": _unique(_precisions()),
     "documentation": _unique(_documentation()),
     "scaling": _unique(_scaling()),
 }
