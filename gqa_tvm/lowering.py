@@ -201,10 +201,19 @@ def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     return decodes and sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
 
 
+def _llvm_options(spec: KernelSpec, sizes: BlockSizes) -> list[str]:
+    """Schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row.
+
+    They are a part of the time that counts where there are one or two rows, and of split-integer kernels.
+    """
+    keeps_default = 0 < spec.row_tile <= 2 or _multiplies_digits(spec, sizes)
+    return [] if keeps_default else ["-unroll-threshold-aggressive:uint=100"]
+
+
 def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
     """TVM runtime module of one kernel (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
     mod = scheduled_module(spec, target, sizes)
-    tvm_target = tvm.target.Target(llvm_target(target))
+    tvm_target = tvm.target.Target({**llvm_target(target), "cl-opt": _llvm_options(spec, sizes)})
     tvm_target = tvm_target.with_host(tvm_target)
     mod = tirx.transform.BindTarget(tvm_target)(mod)
     with tvm_target:
