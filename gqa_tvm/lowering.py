@@ -202,12 +202,13 @@ def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
 
 
 def _llvm_options(spec: KernelSpec, sizes: BlockSizes) -> list[str]:
-    """Schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row.
+    """Flash schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row.
 
     They are a part of the time that counts where there are one or two rows, and of split-integer kernels.
     """
-    keeps_default = 0 < spec.row_tile <= 2 or _multiplies_digits(spec, sizes)
-    return [] if keeps_default else ["-unroll-threshold-aggressive:uint=100"]
+    decodes_many = spec.operation == "flash_decode" and spec.row_tile > 2
+    many_rows = decodes_many or spec.operation in ("flash_prefill", "naive")
+    return ["-unroll-threshold-aggressive:uint=100"] if many_rows and not _multiplies_digits(spec, sizes) else []
 
 
 def compile_kernel(spec: KernelSpec, target: str, sizes: BlockSizes):
