@@ -209,27 +209,44 @@ def _passes(target: Target, reuse_storage: bool) -> list:
     ]
 
 
+def compiler_target(spec: KernelSpec, variant: Variant) -> dict[str, object]:
+    """TVM's description of what a kernel is compiled for, with LLVM's options.
+
+    Flash schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row. They are a
+    part of the time that counts where there are one or two rows, and of split-integer kernels.
+    """
+    owner = variant.owner(spec)
+    decodes_many = spec.operation == "flash_decode" and spec.row_tile > 2
+    many_rows = decodes_many or spec.operation in ("flash_prefill", "naive")
+    is_split = multiplies_digits(spec, owner.sizes.sizes(spec))
+    options = ["-unroll-threshold-aggressive:uint=100"] if many_rows and not is_split else []
+    return {**llvm_target(owner.target), "cl-opt": options}
+
+
 def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     """The kernel as LLVM's code generator takes it."""
     owner = variant.owner(spec)
-    target, sizes = owner.target, owner.sizes.sizes(spec)
-    tvm_target = _tvm_target(target)
+    tvm_target = _tvm_target(compiler_target(spec, variant))
     mod = tirx.transform.BindTarget(tvm_target)(scheduled_module(spec, owner))
+    reuse_storage = not multiplies_digits(spec, owner.sizes.sizes(spec))
     with tvm_target:
-        return tvm.ir.transform.Sequential(_passes(target, not multiplies_digits(spec, sizes)))(mod)
+        return tvm.ir.transform.Sequential(_passes(owner.target, reuse_storage))(mod)
 
 
-def generate_code(lowered: tvm.IRModule, target: Target):
-    """TVM runtime module of lowered kernels (`write_to_file(path, "o")`, `inspect_source("asm")`)."""
+def generate_code(lowered: tvm.IRModule, target: dict[str, object]):
+    """TVM runtime module of lowered kernels (`write_to_file(path, "o")`, `inspect_source("asm")`).
+
+    target: as `compiler_target`.
+    """
     # tvm.tirx.build the function hides the module of the same name.
     return sys.modules["tvm.tirx.build"].tir_to_runtime(lowered, {}, _tvm_target(target))
 
 
 def compile_kernel(spec: KernelSpec, variant: Variant):
     """TVM runtime module of one kernel."""
-    return generate_code(lowered_module(spec, variant), variant.owner(spec).target)
+    return generate_code(lowered_module(spec, variant), compiler_target(spec, variant))
 
 
-def _tvm_target(target: Target):
-    tvm_target = tvm.target.Target(llvm_target(target))
+def _tvm_target(description: dict[str, object]):
+    tvm_target = tvm.target.Target(description)
     return tvm_target.with_host(tvm_target)

@@ -23,6 +23,7 @@ from .arguments import AttentionScalars, buffer_parameter, declare_attention, di
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
 from .rows import (
+    align_stack,
     allocate_row_block,
     describe_rows,
     fold_scale,
@@ -32,6 +33,10 @@ from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
 from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, emit_qk_split, qk_split_step, split_rows, sv_split_step
 from .visible_values import allocate_value_check, check_values, emit_values
+
+_FEW_ROWS = 2
+# Vectors to which a stack is aligned anyway: 16 bytes.
+_STACK_LANES = 4
 
 
 class DecodeShape(NamedTuple):
@@ -143,6 +148,12 @@ def _query_operands(spec: KernelSpec, shape: DecodeShape, splits: bool, query):
 def _split_queries(spec: KernelSpec, splits: bool, query, count, operands):
     if splits:
         split_rows(spec, query, count, operands)
+
+
+def _align_stack(shape: DecodeShape, splits: bool, rows, count):
+    # `split_rows` does so too. Few rows keep their vectors in registers, and need the one that an aligned stack takes.
+    if not splits and shape.row_tile > _FEW_ROWS and shape.lanes > _STACK_LANES:
+        align_stack(rows, count, shape.lanes)
 
 
 def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
@@ -260,6 +271,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 first_block: T.let = T.Cast("int32", chunk_begin) // BC
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
+                    _align_stack(shape, splits, rows, active * R)
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
                     _split_queries(spec, splits, query, active * R, operands)
                 for blk in T.serial(blocks):

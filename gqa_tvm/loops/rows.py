@@ -79,6 +79,18 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         T.buffer_store(block.limits, tirx.max(block.limits[3], end), [3])
 
 
+def align_stack(block: RowBlock, count, lanes: int):
+    """Let LLVM align the task's stack to vectors; those that it spills there would straddle cache lines.
+
+    It does so for whole vectors with a run-time index only: the rows' tokens pass through such.
+    """
+    tokens = T.sblock_alloc_buffer((int(block.token.shape[0]),), f"int32x{lanes}")
+    with T.serial(0, count) as r:
+        T.buffer_store(tokens, tirx.Broadcast(block.token[r], lanes), [r])
+    with T.serial(0, count) as r:
+        T.buffer_store(block.token, tirx.Shuffle([tokens[r]], [T.int32(0)]), [r])
+
+
 def head_column(spec: KernelSpec, head, h):
     """Column of element h of a head in a [.., hidden] row."""
     return tirx.Cast("int64", head) * T.int64(spec.head_size) + tirx.Cast("int64", h)
