@@ -141,9 +141,7 @@ def _write_library(output: Path, objects: Sequence[Path], plan: Plan) -> None:
     targets = [variant.target for variant in plan]
     link_library(sorted(objects, key=lambda path: (path.parent.name, path.name)), targets, output)
     manifest = {
-        variant.target.name: TargetKernels(
-            variant.sizes.as_dict(), {spec.name: variant.symbol(spec) for spec in specs}
-        )
+        variant.target.name: TargetKernels(variant.sizes.as_dict(), {spec.name: variant.symbol(spec) for spec in specs})
         for variant, specs in plan.items()
     }
     append_manifest(output, targets[0].architecture, manifest)
