@@ -25,6 +25,8 @@ class Launcher:
         self._hooks = (ctypes.c_void_p * len(_HOOKS))()
         library.gqa_tvm_hooks(self._hooks)
         self._set_num_threads = library.gqa_tvm_set_num_threads
+        self._workspace_bytes = library.gqa_tvm_workspace_bytes
+        self._workspace_bytes.restype = ctypes.c_int64
         self._current = local()
         confirm_features(lambda name: bool(library.gqa_tvm_cpu_has(name.encode())))
 
@@ -45,6 +47,10 @@ class Launcher:
         if getattr(self._current, "count", None) != count:
             self._set_num_threads(count)
             self._current.count = count
+
+    def workspace_bytes(self) -> int:
+        """Scratch memory that the kernels of all threads hold at present."""
+        return int(self._workspace_bytes())
 
 
 _launcher: Launcher | None = None

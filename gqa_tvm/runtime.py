@@ -80,8 +80,9 @@ class FileLibrary(KernelLibrary):
     """The kernels that a file of several targets holds of one of them; others come from the cache or are built."""
 
     def __init__(self, path: Path, manifest: Manifest, target: str | None = None) -> None:
-        launcher(path)
         self._path, self._manifest = path, manifest
+        self._choose(target)  # what the system lists is enough to refuse a file before its code is loaded
+        launcher(path)
         wanted, self.target_reason = self._choose(target)
         found = manifest.targets[wanted]
         self._symbols = found.kernels
@@ -151,18 +152,21 @@ def load(path: str | os.PathLike[str], target: str | None = None) -> KernelLibra
 
 def _installed_library(target: str | None) -> KernelLibrary:
     """The prebuilt library of the installed package, else the cache."""
-    path, reason = prebuilt_path(), ""
-    if path.exists():
+    path = prebuilt_path()
+    if not path.exists():
+        return KernelLibrary(target)
+    try:
+        return load(path, target)
+    except BuildError as refused:
         try:
-            return load(path, target)
+            library = KernelLibrary(target)
         except BuildError as error:
-            reason = f"; {error}"
-    library = KernelLibrary(target)
-    library.target_reason += reason
-    return library
+            raise BuildError(f"{refused}. {error}") from error
+        library.target_reason += f"; {refused}"
+        return library
 
 
-_libraries: dict[tuple[str | None, str | None], KernelLibrary] = {}
+_libraries: dict[tuple[str | None, ...], KernelLibrary] = {}
 
 
 def library_for(target: str | None, path: str | None = None) -> KernelLibrary:
@@ -170,7 +174,9 @@ def library_for(target: str | None, path: str | None = None) -> KernelLibrary:
 
     Raises BuildError, InvalidArgument.
     """
-    key = target or forced_target(), str(Path(path).resolve()) if path is not None else None
+    key: tuple[str | None, ...] = (target, forced_target(), None if path is None else str(Path(path).resolve()))
+    if path is None and target is None:
+        key = *key, best_target()
     if key not in _libraries:
         library = _installed_library(target) if path is None else load(path, target)
         _libraries.setdefault(key, library)
