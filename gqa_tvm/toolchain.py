@@ -73,7 +73,11 @@ def link_library(objects: Sequence[Path], targets: Sequence[Target], output: Pat
     """
     from tvm_ffi import libinfo
 
-    includes = [f"-I{libinfo.find_include_path()}", f"-I{libinfo.find_dlpack_include_path()}"]
+    includes = [
+        f"-I{_NATIVE / 'include'}",
+        f"-I{libinfo.find_include_path()}",
+        f"-I{libinfo.find_dlpack_include_path()}",
+    ]
     sources = [str(_NATIVE / name) for name in ("launcher.c", "library.c")]
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "targets.c"

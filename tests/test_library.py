@@ -23,7 +23,7 @@ from gqa_tvm.validation import Inputs, validate
 from gqa_tvm.variants import family_variant, machine_variant
 
 CHAIN = FALLBACKS[architecture()]
-FEATURES = Path(runtime.__file__).parent / "native" / "features.h"
+FEATURES = Path(runtime.__file__).parent / "native" / "cpu_features.h"
 
 
 @pytest.mark.slow

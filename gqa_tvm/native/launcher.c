@@ -12,7 +12,7 @@
 #include <signal.h>
 
 #include "cpus.h"
-#include "features.h"
+#include "cpu_features.h"
 #include "raised.h"
 #include "waiting.h"
 #include "workspace.h"

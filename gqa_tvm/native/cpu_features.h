@@ -1,7 +1,7 @@
 /* What this CPU offers, asked of the CPU and not of /proc/cpuinfo, a part of launcher.c. An emulator
  * or a sandbox may show the file of another machine. */
-#ifndef GQA_TVM_FEATURES_H
-#define GQA_TVM_FEATURES_H
+#ifndef GQA_TVM_CPU_FEATURES_H
+#define GQA_TVM_CPU_FEATURES_H
 
 #include <stdbool.h>
 #include <stdint.h>
