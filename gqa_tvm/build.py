@@ -13,7 +13,7 @@ from .kernels import TOKEN_TILES, CacheFormat, FloatFormat, KernelSpec, decode_r
 from .library_file import TargetKernels, append_manifest
 from .object_cache import build_object
 from .targets import ARCHITECTURES, FALLBACKS, architecture, best_target, find_target, usable_cores
-from .toolchain import build_launcher, c_compiler, link_kernel, link_library, publish
+from .toolchain import build_launcher, link_kernel, link_library, publish, require_build_tools
 from .variants import Variant, family_variant, machine_variant
 
 USUAL_HEAD_SIZES = (64, 128)
@@ -58,7 +58,7 @@ def build_kernel(spec: KernelSpec, variant: Variant) -> Path:
     """Compile one kernel into the cache unless it is there; returns its path. Needs apache-tvm and a C compiler."""
     path = kernel_path(spec, variant)
     if not path.exists():
-        c_compiler(variant.target.architecture)
+        require_build_tools(variant.target.architecture, spec.name)
         link_kernel(build_object(spec, variant), path, variant.target.architecture)
     return path
 
@@ -82,7 +82,7 @@ def build(
     Returns the kernels' paths, or the library's alone. Raises BuildError, InvalidArgument.
     """
     names, wanted = _targets(target, output is not None)
-    c_compiler(wanted)
+    require_build_tools(wanted)
     sizes, pairs = list(head_sizes), list(formats)
     named = None if kernels is None else [KernelSpec.parse(name) for name in kernels]
     plan = {

@@ -8,27 +8,20 @@ import os
 import shutil
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .errors import BuildError
 from .kernel_cache import object_path, shared_object_path, version
 from .kernels import KernelSpec
 from .targets import llvm_target
 from .toolchain import publish
 from .variants import Variant
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
 # TVM's builder keeps global state: one kernel at a time in a process.
 _BUILD_LOCK = Lock()
 
 
 def build_object(spec: KernelSpec, variant: Variant) -> Path:
-    """The object file of a kernel, from the cache if its lowered code or nothing it depends on has changed.
-
-    Raises BuildError.
-    """
+    """The object file of a kernel: made by apache-tvm unless it is there for these sources or for the same code."""
     path = object_path(spec, variant)
     with _BUILD_LOCK:
         if not path.exists():
@@ -37,25 +30,15 @@ def build_object(spec: KernelSpec, variant: Variant) -> Path:
 
 
 def _make_object(spec: KernelSpec, variant: Variant, path: Path) -> None:
-    compiler = _compiler(spec, variant)
+    from . import lowering
+
     target = variant.owner(spec).target
-    lowered = compiler.lowered_module(spec, variant)
+    lowered = lowering.lowered_module(spec, variant)
     shared = shared_object_path(_digest(lowered, llvm_target(target)))
     if not shared.exists():
-        module = compiler.generate_code(lowered, target)
+        module = lowering.generate_code(lowered, target)
         publish(lambda made: module.write_to_file(str(made), "o"), shared)
     publish(lambda made: _link_or_copy(shared, made), path)
-
-
-def _compiler(spec: KernelSpec, variant: Variant) -> ModuleType:
-    try:
-        from . import lowering
-    except ImportError as error:
-        raise BuildError(
-            f"kernel {spec.name} is not built for {variant.target.name} and apache-tvm, which builds it, "
-            f"is missing: pip install 'gqa_tvm[build]' ({error})"
-        ) from error
-    return lowering
 
 
 def _digest(lowered: Any, target: dict[str, object]) -> str:

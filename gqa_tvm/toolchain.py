@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import BuildError
@@ -19,26 +20,37 @@ _C_FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-pthread")
 _LIBRARY_FLAGS = ("-Wl,-s", "-Wl,--gc-sections", "-Wl,--build-id=none", "-Wl,-z,noexecstack")
 
 
-def c_compiler(wanted: str) -> str:
-    """The C compiler for an architecture: CC, gcc or cc for this machine's, a cross compiler for another.
+def require_build_tools(wanted: str, what: str = "kernels") -> None:
+    """BuildError that says what to install where kernels for an architecture cannot be built. what: for the message."""
+    missing = [] if find_spec("tvm") else ["apache-tvm (pip install 'gqa-tvm[build]')"]
+    missing += [] if _find_compiler(wanted) else [_compiler_names(wanted)]
+    if missing:
+        raise BuildError(f"building {what} for {wanted} needs {' and '.join(missing)}")
 
-    Raises BuildError.
-    """
+
+def _find_compiler(wanted: str) -> str | None:
+    """The C compiler: CC, gcc or cc for this machine's architecture, a cross compiler for another."""
     if wanted == architecture():
-        compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-        names = "gcc or cc on PATH, or CC"
-    else:
-        names = f"{wanted.replace('x86-64', 'x86_64')}-linux-gnu-gcc on PATH"
-        compiler = shutil.which(names.split()[0])
-    if not compiler:
-        raise BuildError(f"building kernels for {wanted} needs a C compiler ({names}) to link them")
-    return compiler
+        return os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
+    return shutil.which(_cross_compiler(wanted))
+
+
+def _cross_compiler(wanted: str) -> str:
+    return f"{wanted.replace('x86-64', 'x86_64')}-linux-gnu-gcc"
+
+
+def _compiler_names(wanted: str) -> str:
+    names = "gcc or cc on PATH, or CC" if wanted == architecture() else f"{_cross_compiler(wanted)} on PATH"
+    return f"a C compiler ({names})"
 
 
 def _compile(wanted: str, arguments: Sequence[str]) -> None:
     import subprocess
 
-    done = subprocess.run([c_compiler(wanted), *arguments], capture_output=True, text=True, check=False)
+    compiler = _find_compiler(wanted)
+    if compiler is None:
+        raise BuildError(f"linking kernels for {wanted} needs {_compiler_names(wanted)}")
+    done = subprocess.run([compiler, *arguments], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise BuildError(f"the C compiler failed: {done.stderr.strip()}")
 
