@@ -120,7 +120,7 @@ def _library_lines(path: Path) -> Iterable[str]:
     from .kernels import KernelSpec
     from .library_file import read_manifest
 
-    manifest = read_manifest(path)
+    manifest = read_manifest(path, to_run=False)
     versions = ", ".join(f"{name} {number}" for name, number in manifest.versions.items())
     yield f"{manifest.architecture}, stamp {manifest.stamp}, built by {versions}"
     for name, target in manifest.targets.items():

@@ -66,26 +66,26 @@ def append_manifest(image: Path, wanted: str, targets: Mapping[str, TargetKernel
         file.write(content + _END.pack(len(content), _MARK))
 
 
-def read_manifest(path: Path) -> Manifest:
-    """The manifest of a library that this process may load. Raises BuildError with what is wrong and what was wanted.
+def read_manifest(path: Path, *, to_run: bool = True) -> Manifest:
+    """The manifest of a library. Raises BuildError with what is wrong and what was wanted.
 
-    Refused: what is no ELF file, another architecture, a file that is cut off or no library of ours, one of another
-    version. The file's code is not touched.
+    Refused: what is no ELF file, a file that is cut off or no library of ours; to_run: also one of another architecture
+    or version. The file's code is not touched.
     """
     try:
         with path.open("rb") as file:
-            return _read(path, file)
+            return _read(path, file, to_run)
     except OSError as error:
         raise BuildError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def _read(path: Path, file: BinaryIO) -> Manifest:
+def _read(path: Path, file: BinaryIO, to_run: bool) -> Manifest:
     header = file.read(_ELF_HEADER.size)
     if len(header) < _ELF_HEADER.size or not header.startswith(b"\x7fELF"):
         _refuse(path, "it is no shared object: it does not start with an ELF header")
     _, elf_class, byte_order, machine = _ELF_HEADER.unpack(header)
     found = _MACHINES.get(machine, f"machine {machine}")
-    if (elf_class, byte_order) != (2, 1) or found != architecture():
+    if to_run and ((elf_class, byte_order) != (2, 1) or found != architecture()):
         _refuse(path, f"it is for another architecture: {found}, wanted {architecture()}")
     size = file.seek(0, 2)
     file.seek(max(0, size - _END.size))
@@ -93,30 +93,38 @@ def _read(path: Path, file: BinaryIO) -> Manifest:
     if mark != _MARK:
         _refuse(path, f"it does not end with a manifest: a foreign file, or cut off (it has {size} bytes)")
     file.seek(max(0, size - _END.size - length))
-    return _parse(path, file.read(min(length, size)), size - _END.size - length)
+    manifest = _parse(path, file.read(min(length, size)))
+    image_bytes = size - _END.size - length
+    if to_run:
+        _check_version(path, manifest)
+    if manifest.image_bytes != image_bytes:
+        _refuse(path, f"it is damaged: its code has {image_bytes} bytes, wanted {manifest.image_bytes}")
+    if manifest.architecture != found or not manifest.targets:
+        _refuse(
+            path, f"its manifest is for {len(manifest.targets)} targets of {manifest.architecture}, its code {found}"
+        )
+    return manifest
 
 
-def _parse(path: Path, content: bytes, image_bytes: int) -> Manifest:
+def _parse(path: Path, content: bytes) -> Manifest:
     try:
         fields = json.loads(content)
         if fields["format"] != FORMAT:
             _refuse(path, f"its manifest has format {fields['format']}, wanted {FORMAT}")
-        if fields["stamp"] != library_stamp():
-            built, here = _list(fields["versions"]), _list(current_versions())
-            _refuse(
-                path,
-                f"it was built from other sources: its stamp is {fields['stamp']}, wanted {library_stamp()} "
-                f"(built by {built}; here is {here})",
-            )
         targets = {name: TargetKernels(**kernels) for name, kernels in fields.pop("targets").items()}
-        manifest = Manifest(targets=targets, **fields)
+        return Manifest(targets=targets, **fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise BuildError(f"{path} cannot be used: its manifest is broken: {error!r}") from error
-    if manifest.image_bytes != image_bytes:
-        _refuse(path, f"it is damaged: its code has {image_bytes} bytes, wanted {manifest.image_bytes}")
-    if manifest.architecture != architecture() or not manifest.targets:
-        _refuse(path, f"its manifest is for {manifest.architecture}, wanted {architecture()}")
-    return manifest
+
+
+def _check_version(path: Path, manifest: Manifest) -> None:
+    if manifest.stamp != library_stamp():
+        built, here = _list(manifest.versions), _list(current_versions())
+        _refuse(
+            path,
+            f"it was built from other sources: its stamp is {manifest.stamp}, wanted {library_stamp()} "
+            f"(built by {built}; here is {here})",
+        )
 
 
 def _list(versions: Mapping[str, str]) -> str:

@@ -104,7 +104,7 @@ BROKEN = {
     "foreign": (lambda path: path.write_bytes(elf() + bytes(1000)), "a foreign file"),
     "other format": (lambda path: write_library(path, format=99), "its manifest has format 99, wanted 1"),
     "image of another size": (lambda path: write_library(path, image_bytes=65), "its code has 64 bytes, wanted 65"),
-    "no targets": (lambda path: write_library(path, targets={}), "its manifest is for"),
+    "no targets": (lambda path: write_library(path, targets={}), "its manifest has 0 targets of"),
     "unknown field": (lambda path: write_library(path, colour="red"), "its manifest is broken: TypeError"),
     "list as manifest": (lambda path: write_manifest(path, elf(), [1]), "its manifest is broken: TypeError"),
     "broken sizes": (write_library, "cannot be used: "),
