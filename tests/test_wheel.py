@@ -8,6 +8,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from library_calls import SMALL_KERNELS
@@ -107,3 +108,15 @@ def test_a_wheel_needs_no_compiler(wheel, tmp_path):
     assert "needs apache-tvm (pip install 'gqa-tvm[build]') and a C compiler (gcc or cc on PATH, or CC)" in missing
     assert reason == f"the best of 1 in {library} for this CPU"
     assert not list((tmp_path / "cache").rglob("*.so"))
+
+
+@pytest.mark.slow
+def test_a_plain_wheel_has_no_library(wheel, tmp_path):
+    # The source tree still holds what was made for the wheel with the library.
+    _pip("wheel", "--no-deps", "-w", str(tmp_path), str(wheel.parent / "source"))
+    (path,) = tmp_path.glob("*.whl")
+    assert path.name.endswith("-py3-none-any.whl")
+    names = ZipFile(path).namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    sources = {"gqa_tvm/native/launcher.c", "gqa_tvm/native/library.c", "gqa_tvm/native/include/gqa_tvm.h"}
+    assert sources <= set(names)
