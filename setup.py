@@ -10,7 +10,7 @@ import os
 import shutil
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -31,12 +31,13 @@ class BuildWithLibrary(build_py):
 
 
 class WheelForPlatform(bdist_wheel):
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = LIBRARY is None
-
     def get_tag(self) -> tuple[str, str, str]:
         return super().get_tag() if LIBRARY is None else ("py3", "none", PLATFORMS[LIBRARY.name])
 
 
-setup(cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": WheelForPlatform})
+class WithLibrary(Distribution):
+    def has_ext_modules(self) -> bool:
+        return LIBRARY is not None
+
+
+setup(distclass=WithLibrary, cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": WheelForPlatform})
