@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 from .errors import InvalidArgument
@@ -14,11 +15,13 @@ from .library_file import TargetKernels, append_manifest
 from .object_cache import build_object
 from .targets import ARCHITECTURES, FALLBACKS, architecture, best_target, find_target, usable_cores
 from .toolchain import build_launcher, link_kernel, link_library, publish, require_build_tools
+from .tuned_sizes import SizesTable
 from .variants import Variant, family_variant, machine_variant
 
 USUAL_HEAD_SIZES = (64, 128)
 USUAL_FORMATS: tuple[tuple[FloatFormat, CacheFormat], ...] = (("f32", "f32"), ("f32", "i8"), ("f32", "i4"))
 USUAL_GROUP_SIZES = (1, 2, 3, 4, 7, 8)
+LIBRARY_ROW_TILES = (1, 2, 4, 8)
 
 Progress = Callable[[int, int, str], None]
 Plan = dict[Variant, list[KernelSpec]]
@@ -31,19 +34,35 @@ def usual_kernels(
     head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
     formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
 ) -> list[KernelSpec]:
-    """The kernels that `build` makes ahead: every step at common group sizes, with default and with tuned sizes.
+    """The kernels that `build` makes ahead for this machine: every step, fitted to common group sizes.
 
     formats: of the query and the cache.
     """
+    row_tiles = {decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES)
+    return _kernels(variant, head_sizes, formats, sorted(row_tiles), variant.sizes.default.small_q_blocks)
+
+
+def library_kernels(
+    variant: Variant,
+    head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
+    formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+) -> list[KernelSpec]:
+    """The kernels of a library: every step for any group size, by tiles of few sizes (`FileLibrary.offered`)."""
+    return _kernels(variant, head_sizes, formats, LIBRARY_ROW_TILES, variant.sizes.default.small_q_blocks[-1:])
+
+
+def _kernels(
+    variant: Variant,
+    head_sizes: Iterable[int],
+    formats: Iterable[tuple[FloatFormat, CacheFormat]],
+    row_tiles: Iterable[int],
+    small_q_blocks: Iterable[int],
+) -> list[KernelSpec]:
     specs = []
-    row_tiles = sorted({decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES))
-    row_blocks = (0, *variant.sizes.default.small_q_blocks)
-    pairs = list(formats)
-    for head_size in head_sizes:
-        for query, cache in pairs:
-            specs += [KernelSpec("append", query, cache, head_size), KernelSpec("naive", query, cache, head_size)]
-            specs += [KernelSpec("flash_prefill", query, cache, head_size, rows) for rows in row_blocks]
-            specs += [KernelSpec("flash_decode", query, cache, head_size, rows) for rows in row_tiles]
+    for head_size, (query, cache) in product(head_sizes, formats):
+        specs += [KernelSpec("append", query, cache, head_size), KernelSpec("naive", query, cache, head_size)]
+        specs += [KernelSpec("flash_prefill", query, cache, head_size, rows) for rows in (0, *small_q_blocks)]
+        specs += [KernelSpec("flash_decode", query, cache, head_size, rows) for rows in row_tiles]
     return specs + _with_tuned_sizes(specs, variant)
 
 
@@ -85,8 +104,9 @@ def build(
     require_build_tools(wanted)
     sizes, pairs = list(head_sizes), list(formats)
     named = None if kernels is None else [KernelSpec.parse(name) for name in kernels]
+    choose = usual_kernels if output is None else library_kernels
     plan = {
-        variant: usual_kernels(variant, sizes, pairs) if named is None else named
+        variant: choose(variant, sizes, pairs) if named is None else named
         for variant in [machine_variant(name) if output is None else family_variant(name, wanted) for name in names]
     }
     if output is not None:
@@ -141,10 +161,19 @@ def _write_library(output: Path, objects: Sequence[Path], plan: Plan) -> None:
     targets = [variant.target for variant in plan]
     link_library(sorted(objects, key=lambda path: (path.parent.name, path.name)), targets, output)
     manifest = {
-        variant.target.name: TargetKernels(variant.sizes.as_dict(), {spec.name: variant.symbol(spec) for spec in specs})
+        variant.target.name: TargetKernels(
+            _sizes_of(specs, variant).as_dict(), {spec.name: variant.symbol(spec) for spec in specs}
+        )
         for variant, specs in plan.items()
     }
     append_manifest(output, targets[0].architecture, manifest)
+
+
+def _sizes_of(specs: Iterable[KernelSpec], variant: Variant) -> SizesTable:
+    """The variant's sizes without records of kernels that a library lacks: the operator asks for what records name."""
+    known = set(specs)
+    records = [r for r in variant.sizes.records if replace(KernelSpec.parse(r.kernel), tuned=r.digest) in known]
+    return SizesTable(variant.sizes.default, records)
 
 
 def _targets(target: str | Sequence[str] | None, for_library: bool) -> tuple[list[str], str]:

@@ -101,7 +101,7 @@ def _read(path: Path, file: BinaryIO, to_run: bool) -> Manifest:
         _refuse(path, f"it is damaged: its code has {image_bytes} bytes, wanted {manifest.image_bytes}")
     if manifest.architecture != found or not manifest.targets:
         _refuse(
-            path, f"its manifest is for {len(manifest.targets)} targets of {manifest.architecture}, its code {found}"
+            path, f"its manifest has {len(manifest.targets)} targets of {manifest.architecture}, its code is {found}"
         )
     return manifest
 

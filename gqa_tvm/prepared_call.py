@@ -88,12 +88,13 @@ class PreparedCall:
 
     def _decode_spec(self, problem: Problem) -> KernelSpec:
         tile = decode_row_tile(problem.sequence_length, problem.group_size)
-        return replace(self._append, operation="flash_decode", row_tile=tile)
+        wanted = replace(self._append, operation="flash_decode", row_tile=tile)
+        return self._library.offered(wanted, problem.sequence_length * problem.group_size)
 
     def _prefill_spec(self, problem: Problem) -> KernelSpec:
         default, rows = self._library.sizes.default, problem.sequence_length * problem.group_size
         row_block = prefill_row_block(rows, default.q_block, default.small_q_blocks)
-        return replace(self._append, operation="flash_prefill", row_tile=row_block)
+        return self._library.offered(replace(self._append, operation="flash_prefill", row_tile=row_block), rows)
 
     def _tuned(self, spec: KernelSpec, problem: Problem) -> TunedKernel:
         total = problem.total_sequence_length

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .errors import BuildError, InvalidArgument
 from .kernel_cache import kernel_path, prebuilt_path
-from .kernels import KernelSpec
+from .kernels import ROW_TILES, KernelSpec
 from .launcher import LOADING, launcher
 from .library_file import Manifest, read_manifest
 from .targets import best_target, find_target, missing_features, own_chain, require_runnable
 from .tuned_sizes import SizesTable
 from .variants import Variant, family_variant, machine_variant
+
+# Reading and converting the keys for a tile of rows takes about as long as the products of so many rows.
+_DECODED_ROWS = 2
 
 
 def forced_target() -> str | None:
@@ -47,6 +51,10 @@ class KernelLibrary:
     def sizes(self) -> SizesTable:
         """Block sizes of the kernels."""
         return self.variant.sizes
+
+    def offered(self, spec: KernelSpec, rows: int) -> KernelSpec:
+        """The kernel to run instead of `spec` for so many rows of a group: here it is `spec`."""
+        return spec
 
     def kernel(self, spec: KernelSpec) -> Callable[..., Any]:
         """The callable of a kernel. Raises BuildError when it is neither built nor buildable here."""
@@ -101,6 +109,16 @@ class FileLibrary(KernelLibrary):
             raise InvalidArgument(f"target {wanted}, {why}, is not in it; it has {', '.join(among)}")
         require_runnable(wanted)
         return wanted, f"{why}, one of {len(among)} in {self._path.name}"
+
+    def offered(self, spec: KernelSpec, rows: int) -> KernelSpec:
+        """The kernel of the file that takes so many rows with the least work: a library has tiles of few sizes."""
+        if spec.name in self._symbols:
+            return spec
+        others = [other for tile in (0, *ROW_TILES) if (other := replace(spec, row_tile=tile)).name in self._symbols]
+        if spec.operation == "flash_decode":
+            work = {other: -(-rows // other.row_tile) * (other.row_tile + _DECODED_ROWS) for other in others}
+            return min(others, key=work.__getitem__, default=spec)
+        return others[0] if others else spec
 
     def _load(self, spec: KernelSpec) -> Callable[..., Any]:
         symbol = self._symbols.get(spec.name)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from library_calls import SMALL_KERNELS, check_calls, elf, with_changed_manifest, write_library, write_manifest
-from operator_calls import RUNNABLE_TARGETS, make_call
+from operator_calls import RUNNABLE_TARGETS, assert_close, expected, make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, kernel_cache, load, object_cache, runtime
-from gqa_tvm.build import usual_kernels
-from gqa_tvm.kernels import KernelSpec
+from gqa_tvm.build import LIBRARY_ROW_TILES, library_kernels, usual_kernels
+from gqa_tvm.kernels import KernelSpec, row_tile_for
 from gqa_tvm.library_file import read_manifest
 from gqa_tvm.prepared_call import PreparedCall
 from gqa_tvm.strategy import Strategy, StrategyRules
@@ -51,6 +51,16 @@ def test_the_best_target_of_a_library(small_library):  # B139
     for name, target in manifest.targets.items():
         assert sorted(target.kernels) == sorted(SMALL_KERNELS)
         assert target.table().default == family_variant(name).sizes.default
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 3, 40])
+@pytest.mark.parametrize(("tokens", "total"), [(1, 60), (1, 2100), (3, 60), (20, 60)])
+def test_a_tile_serves_other_group_sizes(group, tokens, total, small_library):
+    attributes, inputs = make_call("i8", tokens=tokens, total=total, heads=2 * group)
+    op = GroupQueryAttention(**attributes, library=str(small_library))
+    assert_close(op(**inputs).output, expected(attributes, inputs).output)
+    assert set(op.last_plan.kernels) <= set(SMALL_KERNELS)
 
 
 @pytest.mark.slow
@@ -206,29 +216,54 @@ def test_tuned_kernels_are_among_the_usual_ones():
     assert {spec.name for spec in more} == {f"flash_prefill_f32_i8_h64_t{records[0].digest}"}
 
 
-@pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_the_usual_kernels_serve_any_number_of_tokens(group):
-    usual = set(usual_kernels(machine_variant(best_target()), [64]))
-    for tokens in range(1, 300):
+def _attention_specs(group, library, longest=299):
+    """The attention kernels that calls of any number of tokens ask a library for."""
+    for tokens in range(1, longest + 1):
         attributes, inputs = make_call("i8", tokens=tokens, total=300, heads=group, kv_heads=1)
         op = GroupQueryAttention(**attributes)
         problem = validate(op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}))
-        library = _Asked()
         rules = StrategyRules(Strategy.AUTO, False, library.sizes.default.few_rows)
         arguments = (op.attributes, Inputs(**{n: inputs.get(n) for n in Inputs._fields}), problem, library, rules, 1)
         PreparedCall(*arguments).attention(problem)
-        assert library.asked <= usual
+    return library.asked
 
 
 class _Asked:
-    """A library that notes what it is asked for."""
+    """A library that notes what it is asked for; names: of its kernels, None = whatever it is asked for."""
 
-    def __init__(self):
-        self.asked, self.target, self.target_reason = set(), best_target(), ""
-        self.sizes = machine_variant(self.target).sizes
+    def __init__(self, variant, names=None):
+        self.asked, self.target, self.target_reason = set(), variant.target.name, ""
+        self.sizes = variant.sizes
+        self._symbols = names
 
     def kernel(self, spec):
         self.asked.add(spec)
+
+    def offered(self, spec, rows):
+        return spec if self._symbols is None else runtime.FileLibrary.offered(self, spec, rows)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_the_usual_kernels_serve_any_number_of_tokens(group):
+    variant = machine_variant(best_target())
+    assert _attention_specs(group, _Asked(variant)) <= set(usual_kernels(variant, [64]))
+
+
+@pytest.mark.parametrize("target", CHAIN)
+@pytest.mark.parametrize("group", [1, 3, 7, 12])
+def test_a_library_serves_any_group_size(group, target):
+    variant = family_variant(target)
+    kernels = set(library_kernels(variant, [64]))
+    assert _attention_specs(group, _Asked(variant, {spec.name for spec in kernels}), 60) <= kernels
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (7, 8), (12, 4), (16, 8), (32, 8)])
+def test_the_tile_of_a_library(rows, tile):
+    library = _Asked(family_variant("generic"), {f"flash_decode_f32_i8_h64_r{tile}" for tile in LIBRARY_ROW_TILES})
+    wanted = KernelSpec("flash_decode", "f32", "i8", 64, row_tile_for(rows))
+    assert library.offered(wanted, rows).row_tile == tile
+    absent = KernelSpec("flash_decode", "f32", "i8", 65, 3)
+    assert library.offered(absent, 3) == absent
 
 
 @pytest.mark.parametrize("name", ["flash_decode_f32_i8_h128_r2", "append_f32_f32_h1", "naive_f32_i4_h80"])
