@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .cli_arguments import name_list, positive_list
+
+if TYPE_CHECKING:
+    from .variants import Variant
 
 
 def add_build_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,18 +100,31 @@ def info_command(options: argparse.Namespace) -> int:
 
 
 def _print_machine() -> None:
-    from dataclasses import asdict
+    from .errors import BuildError
+    from .runtime import library_for
+    from .targets import missing_features, own_chain
 
-    from .kernel_cache import kernel_directory
-    from .runtime import KernelLibrary
-    from .targets import missing_features, own_chain, target_facts
-
-    library = KernelLibrary()  # with it, the CPU itself is asked for its features
+    reason = ""
+    try:
+        library = library_for(None)  # with it, the CPU itself is asked for its features
+    except BuildError as error:
+        library, reason = None, str(error)
     for target in own_chain():
         missing = ", ".join(sorted(missing_features(target)))
         print(f"{target:18} {'lacks ' + missing if missing else 'runs here'}")
-    variant = library.variant
-    print(f"chosen: {library.target} ({library.target_reason})")
+    if library is None:
+        print(f"no kernels: {reason}")
+    else:
+        print(f"chosen: {library.target} ({library.target_reason})")
+        _print_variant(library.variant)
+
+
+def _print_variant(variant: Variant) -> None:
+    from dataclasses import asdict
+
+    from .kernel_cache import kernel_directory
+    from .targets import target_facts
+
     for name, value in {**asdict(target_facts(variant.target)), **variant.sizes.default.as_dict()}.items():
         print(f"  {name:20} {value}")
     directory = kernel_directory(variant)

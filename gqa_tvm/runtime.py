@@ -76,7 +76,7 @@ class KernelLibrary:
         """The module in a shared object, bound to the process's launcher."""
         import tvm_ffi
 
-        services = launcher(path)
+        services = launcher()
         with LOADING:
             module = tvm_ffi.load_module(str(path))
             services.install(path)
