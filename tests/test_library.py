@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from library_calls import SMALL_KERNELS, check_calls, elf, with_changed_manifest, write_library, write_manifest
 from operator_calls import RUNNABLE_TARGETS, assert_close, expected, make_call
@@ -33,18 +32,16 @@ def test_every_target_of_a_library(target, small_library):
     assert (library.target, library.target_reason) == (target, f"asked for, one of {len(CHAIN)} in libgqa.so")
     for tokens in (1, 40):
         attributes, inputs = make_call("i8", tokens=tokens, total=70)
-        got = GroupQueryAttention(**attributes, library=str(small_library))
-        got._library = library
-        np.testing.assert_array_equal(
-            got(**inputs).output, GroupQueryAttention(**attributes, target=target)(**inputs).output
-        )
-        assert got.last_plan.target == target
+        op = GroupQueryAttention(**attributes, library=str(small_library))
+        op._library = library
+        assert_close(op(**inputs).output, expected(attributes, inputs).output)
+        assert op.last_plan.target == target
 
 
 @pytest.mark.slow
 def test_the_best_target_of_a_library(small_library):  # B139
     plan = check_calls(library=str(small_library)).last_plan
-    assert plan.target == best_target() and plan.target in plan.target_reason + best_target()
+    assert plan.target == best_target()
     assert plan.target_reason.startswith(f"the best of {len(CHAIN)} in libgqa.so for this CPU")
     manifest = read_manifest(small_library)
     assert list(manifest.targets) == list(CHAIN)
