@@ -146,7 +146,7 @@ def _run(make: Callable[[KernelSpec, Variant], Path], jobs: Sequence[tuple[Kerne
     from multiprocessing import get_context
 
     # Fresh interpreters: TVM holds threads and locks that a fork would copy in any state.
-    with ProcessPoolExecutor(min(usable_cores(), len(jobs)), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(usable_cores(), len(jobs)), get_context("spawn"), _end_with_parent) as pool:
         futures = {pool.submit(make, *job): job[0].name for job in jobs}
         try:
             for future in as_completed(futures):
@@ -155,6 +155,15 @@ def _run(make: Callable[[KernelSpec, Variant], Path], jobs: Sequence[tuple[Kerne
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """Have this process ended with the one that started it, which would otherwise compile on for nobody."""
+    import ctypes
+    import signal
+
+    ends_with_parent = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(ends_with_parent, signal.SIGTERM)
 
 
 def _write_library(output: Path, objects: Sequence[Path], plan: Plan) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -147,6 +150,45 @@ def test_a_missing_kernel_is_built_or_named(small_library, tmp_path, monkeypatch
         ):
             library.kernel(spec)
     assert callable(library.kernel(spec))
+
+
+# Says so when its two workers compile.
+BUILD = """
+from gqa_tvm import build
+if __name__ == "__main__":
+    def progress(done, total, name):
+        if done == 1:
+            print("compiling", flush=True)
+    build("generic", "unused.so", kernels=["append_f32_i4_h2", *(f"naive_f32_i4_h{h}" for h in range(2, 20))],
+          progress=progress)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_with_the_build(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BUILD)
+    environment = {**os.environ, "GQA_TVM_CACHE": str(tmp_path / "cache")}
+    build_process = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, cwd=tmp_path, env=environment, start_new_session=True
+    )
+    assert build_process.stdout.readline() == b"compiling\n"
+    build_process.kill()
+    build_process.wait()
+    deadline = time.monotonic() + 20
+    while _processes_of(build_process.pid):
+        assert time.monotonic() < deadline, "workers go on"
+        time.sleep(0.05)
+
+
+def _processes_of(session):
+    """Numbers of the processes of a session that have not ended."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, its_session = stat.read_text().rpartition(")")[2].split()[:4]
+            found += [stat.parent.name] if int(its_session) == session and state != "Z" else []
+    return found
 
 
 # Runs kernels of a library and of the cache in one process, in this order; prints the threads that were there before
