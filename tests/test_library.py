@@ -14,7 +14,7 @@ from library_calls import SMALL_KERNELS, check_calls, elf, with_changed_manifest
 from operator_calls import RUNNABLE_TARGETS, assert_close, expected, make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, kernel_cache, load, object_cache, runtime
-from gqa_tvm.build import LIBRARY_ROW_TILES, library_kernels, usual_kernels
+from gqa_tvm.build import LIBRARY_ROW_TILES, _sizes_of, library_kernels, usual_kernels
 from gqa_tvm.kernels import KernelSpec, row_tile_for
 from gqa_tvm.library_file import read_manifest
 from gqa_tvm.prepared_call import PreparedCall
@@ -253,6 +253,10 @@ def test_tuned_kernels_are_among_the_usual_ones():
     tuned = variant._replace(sizes=SizesTable(variant.sizes.default, records))
     more = set(usual_kernels(tuned, [64])) - set(usual_kernels(variant, [64]))
     assert {spec.name for spec in more} == {f"flash_prefill_f32_i8_h64_t{records[0].digest}"}
+    # A library's sizes name no kernel that it lacks.
+    naive, prefill = KernelSpec.parse("naive_f32_i8_h64"), KernelSpec.parse("flash_prefill_f32_i8_h64")
+    assert _sizes_of([naive, prefill], tuned).records == (records[2],)
+    assert _sizes_of([*more], tuned).records == (records[0],)
 
 
 def _attention_specs(group, library, longest=299):
