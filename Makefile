@@ -8,7 +8,11 @@ DEV := $(VENV)/.installed-dev
 PARITY_SEED ?= $(shell expr $$(date +%s) / 86400)
 PARITY_CALLS ?= 2000
 
-.PHONY: run test quick parity lint bench clean
+# Sizes of the wheel's prebuilt library, which serves every CPU of this architecture.
+WHEEL_HEAD_SIZES ?= 64,80,96,128,256
+WHEEL_LIBRARY := dist/libgqa-$(subst x86_64,x86-64,$(shell uname -m)).so
+
+.PHONY: run test quick parity lint bench wheel clean
 
 run: $(RUN)
 	$(BIN)/gqa-tvm demo
@@ -30,6 +34,10 @@ lint: $(DEV)
 
 bench: $(DEV)
 	$(BIN)/python bench/run.py --selection quick
+
+wheel: $(RUN)
+	$(BIN)/gqa-tvm build --head-sizes $(WHEEL_HEAD_SIZES) -o $(WHEEL_LIBRARY)
+	GQA_TVM_WHEEL_LIBRARY=$(WHEEL_LIBRARY) $(BIN)/python -m pip wheel --quiet --no-deps -w dist .
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import tvm_ffi
 
 from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    import tvm_ffi
 
 ALIGNMENT = 64
 
@@ -54,6 +56,8 @@ class _Memory:
 def _bfloat16_from_dlpack(value: Any) -> np.ndarray | None:
     """A bfloat16 CPU tensor as an array of ml_dtypes.bfloat16, which NumPy knows once it is imported; else None."""
     try:
+        import tvm_ffi
+
         tensor = tvm_ffi.from_dlpack(value)
         if str(tensor.dtype) != "bfloat16" or tensor.device.type != "cpu":
             return None

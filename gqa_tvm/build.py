@@ -1,146 +1,199 @@
-"""Building kernels: one on demand, or the usual ones ahead."""
+"""Building kernels: one on demand, the usual ones ahead, or a library of them."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
-from threading import Lock
 
-from .errors import BuildError
-from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
-from .kernels import TOKEN_TILES, CacheFormat, KernelSpec, decode_row_tile
-from .targets import best_target, usable_cores
-from .variants import Variant, machine_variant
+from .errors import InvalidArgument
+from .kernel_cache import kernel_path, object_path
+from .kernels import TOKEN_TILES, CacheFormat, FloatFormat, KernelSpec, decode_row_tile
+from .library_file import TargetKernels, append_manifest
+from .object_cache import build_object
+from .targets import ARCHITECTURES, FALLBACKS, architecture, best_target, find_target, usable_cores
+from .toolchain import build_launcher, link_kernel, link_library, publish, require_build_tools
+from .tuned_sizes import SizesTable
+from .variants import Variant, family_variant, machine_variant
 
 USUAL_HEAD_SIZES = (64, 128)
-USUAL_CACHES: tuple[CacheFormat, ...] = ("f32", "i8", "i4")
+USUAL_FORMATS: tuple[tuple[FloatFormat, CacheFormat], ...] = (("f32", "f32"), ("f32", "i8"), ("f32", "i4"))
 USUAL_GROUP_SIZES = (1, 2, 3, 4, 7, 8)
+LIBRARY_ROW_TILES = (1, 2, 4, 8)
 
-_NATIVE = Path(__file__).parent / "native"
-# TVM's builder keeps global state: one kernel at a time in a process.
-_BUILD_LOCK = Lock()
+Progress = Callable[[int, int, str], None]
+Plan = dict[Variant, list[KernelSpec]]
+# What a kernel takes to compile beside the others, for those that come first.
+_EFFORT = {"flash_decode": 3, "flash_prefill": 2, "naive": 2}
 
 
-def usual_kernels(variant: Variant, head_sizes: Iterable[int] = USUAL_HEAD_SIZES) -> list[KernelSpec]:
-    """The kernels that `build` makes ahead: every step of a float32 query at common head sizes and group sizes."""
+def usual_kernels(
+    variant: Variant,
+    head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
+    formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+) -> list[KernelSpec]:
+    """The kernels that `build` makes ahead for this machine: every step, fitted to common group sizes.
+
+    formats: of the query and the cache.
+    """
+    row_tiles = {decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES)
+    return _kernels(variant, head_sizes, formats, sorted(row_tiles), variant.sizes.default.small_q_blocks)
+
+
+def library_kernels(
+    variant: Variant,
+    head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
+    formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+) -> list[KernelSpec]:
+    """The kernels of a library: every step for any group size, by tiles of few sizes (`FileLibrary.offered`)."""
+    return _kernels(variant, head_sizes, formats, LIBRARY_ROW_TILES, variant.sizes.default.small_q_blocks[-1:])
+
+
+def _kernels(
+    variant: Variant,
+    head_sizes: Iterable[int],
+    formats: Iterable[tuple[FloatFormat, CacheFormat]],
+    row_tiles: Iterable[int],
+    small_q_blocks: Iterable[int],
+) -> list[KernelSpec]:
     specs = []
-    row_tiles = sorted({decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES))
-    row_blocks = (0, *variant.sizes.default.small_q_blocks)
-    for head_size in head_sizes:
-        for cache in USUAL_CACHES:
-            specs += [
-                KernelSpec("append", "f32", cache, head_size),
-                KernelSpec("naive", "f32", cache, head_size),
-            ]
-            specs += [KernelSpec("flash_prefill", "f32", cache, head_size, rows) for rows in row_blocks]
-            specs += [KernelSpec("flash_decode", "f32", cache, head_size, rows) for rows in row_tiles]
-    return specs
+    for head_size, (query, cache) in product(head_sizes, formats):
+        specs += [KernelSpec("append", query, cache, head_size), KernelSpec("naive", query, cache, head_size)]
+        specs += [KernelSpec("flash_prefill", query, cache, head_size, rows) for rows in (0, *small_q_blocks)]
+        specs += [KernelSpec("flash_decode", query, cache, head_size, rows) for rows in row_tiles]
+    return specs + _with_tuned_sizes(specs, variant)
 
 
-def _compiler() -> str:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise BuildError("building a kernel needs a C compiler (gcc or cc on PATH, or CC) to link it")
-    return compiler
-
-
-def _run_compiler(arguments: list[str]) -> None:
-    done = subprocess.run([_compiler(), *arguments], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise BuildError(f"the C compiler failed: {done.stderr.strip()}")
-
-
-def _publish(make: Callable[[Path], None], path: Path) -> None:
-    """Let `make` write a file beside `path`, then move it there: a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        make(made)
-        os.replace(made, path)
-
-
-def _object_path(kernel: Path) -> Path:
-    return kernel.with_suffix(".o")
-
-
-def _link(objects: list[Path], output: Path) -> None:
-    _run_compiler(["-shared", *map(str, objects), "-o", str(output), "-lm"])
-
-
-def build_launcher() -> Path:
-    """Compile the launcher unless it is there; returns its path."""
-    path = launcher_path()
-    if not path.exists():
-        source = str(_NATIVE / "launcher.c")
-        flags = ["-O2", "-std=gnu11", "-fPIC", "-shared", "-pthread"]
-        _publish(lambda made: _run_compiler([*flags, source, "-o", str(made), "-ldl"]), path)
-    return path
+def _with_tuned_sizes(specs: Iterable[KernelSpec], variant: Variant) -> list[KernelSpec]:
+    """The same kernels with other sizes that tuning has found for them."""
+    known = set(specs)
+    found = [spec for spec in variant.sizes.tuned_specs() if replace(spec, tuned="") in known]
+    return sorted(found, key=lambda spec: spec.name)
 
 
 def build_kernel(spec: KernelSpec, variant: Variant) -> Path:
     """Compile one kernel into the cache unless it is there; returns its path. Needs apache-tvm and a C compiler."""
     path = kernel_path(spec, variant)
-    with _BUILD_LOCK:
-        if not path.exists():
-            try:
-                from .lowering import compile_kernel
-            except ImportError as error:
-                raise BuildError(
-                    f"kernel {spec.name} is not built for {variant.target.name} and apache-tvm, which builds it, "
-                    f"is missing: pip install 'gqa_tvm[build]' ({error})"
-                ) from error
-            module = compile_kernel(spec, variant)
-
-            _publish(lambda made: module.write_to_file(str(made), "o"), _object_path(path))
-            _publish(lambda made: _link([_object_path(path)], made), path)
+    if not path.exists():
+        require_build_tools(variant.target.architecture, spec.name)
+        link_kernel(build_object(spec, variant), path, variant.target.architecture)
     return path
 
 
 def build(
-    target: str | None = None,
+    target: str | Sequence[str] | None = None,
     output: str | os.PathLike[str] | None = None,
     head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
+    *,
+    formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+    kernels: Iterable[str] | None = None,
 ) -> list[Path]:
-    """Build the usual kernels of `target` (default: the best for this CPU) into the cache, on all cores.
+    """Build kernels on all cores: into the cache for this machine, or into one library.
 
-    output: also link them into this one `.so`, with a manifest beside it, for GroupQueryAttention(library=...).
-    progress: called with (done, total, kernel name). Kernels that are already there are not built again.
-    Returns the kernels' paths. Raises BuildError.
+    target: a target, several, or an architecture such as "x86-64" for all of its targets; None = the best for this
+    CPU, with `output` all of this architecture. output: the `.so` to write, for `gqa_tvm.load` and
+    GroupQueryAttention(library=...); it serves any CPU of its targets' families and has the same bytes wherever it is
+    built. head_sizes, formats (of query and cache): what the usual kernels are built for; kernels: names of kernels to
+    build instead. progress: called with (done, total, kernel name). Kernels that are there are not built again.
+    Returns the kernels' paths, or the library's alone. Raises BuildError, InvalidArgument.
     """
-    variant = machine_variant(target or best_target())
-    specs = usual_kernels(variant, head_sizes)
+    names, wanted = _targets(target, output is not None)
+    require_build_tools(wanted)
+    sizes, pairs = list(head_sizes), list(formats)
+    named = None if kernels is None else [KernelSpec.parse(name) for name in kernels]
+    choose = usual_kernels if output is None else library_kernels
+    plan = {
+        variant: choose(variant, sizes, pairs) if named is None else named
+        for variant in [machine_variant(name) if output is None else family_variant(name, wanted) for name in names]
+    }
+    if output is not None:
+        objects = _build_all(build_object, object_path, plan, progress)
+        publish(lambda made: _write_library(made, objects, plan), Path(output).absolute())
+        return [Path(output)]
     build_launcher()
-    missing = [spec for spec in specs if not kernel_path(spec, variant).exists()]
-    done = len(specs) - len(missing)
-    if missing:
-        # Fresh interpreters: TVM holds threads and locks that a fork would copy in any state.
-        with ProcessPoolExecutor(min(usable_cores(), len(missing)), get_context("spawn")) as pool:
-            futures = {pool.submit(build_kernel, spec, variant): spec for spec in missing}
+    return _build_all(build_kernel, kernel_path, plan, progress)
+
+
+def _build_all(
+    make: Callable[[KernelSpec, Variant], Path],
+    place: Callable[[KernelSpec, Variant], Path],
+    plan: Plan,
+    progress: Progress | None,
+) -> list[Path]:
+    """Make the files of a plan that are missing, each once; returns the paths of all."""
+    # Targets share kernels: what decides is the path.
+    wanted = {place(spec, variant): (spec, variant) for variant, specs in plan.items() for spec in specs}
+    missing = [job for path, job in wanted.items() if not path.exists()]
+    # The longest first, so that no core is left alone with one at the end.
+    missing.sort(key=lambda job: (_EFFORT.get(job[0].operation, 1), job[0].head_size), reverse=True)
+    done = len(wanted) - len(missing)
+    report = progress or (lambda done, total, name: None)
+    report(done, len(wanted), "")
+    for name in _run(make, missing):
+        done += 1
+        report(done, len(wanted), name)
+    return list(wanted)
+
+
+def _run(make: Callable[[KernelSpec, Variant], Path], jobs: Sequence[tuple[KernelSpec, Variant]]) -> Iterator[str]:
+    """Run jobs on all cores; gives the name of each kernel when it is done. The first error ends the rest."""
+    if not jobs:
+        return
+    from concurrent.futures import ProcessPoolExecutor, as_completed
+    from multiprocessing import get_context
+
+    # Fresh interpreters: TVM holds threads and locks that a fork would copy in any state.
+    with ProcessPoolExecutor(min(usable_cores(), len(jobs)), get_context("spawn"), _end_with_parent) as pool:
+        futures = {pool.submit(make, *job): job[0].name for job in jobs}
+        try:
             for future in as_completed(futures):
                 future.result()
-                done += 1
-                if progress is not None:
-                    progress(done, len(specs), futures[future].name)
-    if output is not None:
-        _build_library(specs, variant, Path(output))
-    return [kernel_path(spec, variant) for spec in specs]
+                yield futures[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
-def _build_library(specs: list[KernelSpec], variant: Variant, output: Path) -> None:
-    objects = [_object_path(kernel_path(spec, variant)) for spec in specs]
-    _publish(lambda made: _link(objects, made), output)
-    names = [spec.name for spec in specs]
-    manifest = {"stamp": build_stamp(), "target": variant.target.name, "bytes": output.stat().st_size, "kernels": names}
-    _publish(lambda made: _write_json(made, manifest), manifest_path(output))
+def _end_with_parent() -> None:
+    """Have this process ended with the one that started it, which would otherwise compile on for nobody."""
+    import ctypes
+    import signal
+
+    ends_with_parent = 1  # PR_SET_PDEATHSIG
+    ctypes.CDLL(None).prctl(ends_with_parent, signal.SIGTERM)
 
 
-def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n")
+def _write_library(output: Path, objects: Sequence[Path], plan: Plan) -> None:
+    targets = [variant.target for variant in plan]
+    link_library(sorted(objects, key=lambda path: (path.parent.name, path.name)), targets, output)
+    manifest = {
+        variant.target.name: TargetKernels(
+            _sizes_of(specs, variant).as_dict(), {spec.name: variant.symbol(spec) for spec in specs}
+        )
+        for variant, specs in plan.items()
+    }
+    append_manifest(output, targets[0].architecture, manifest)
+
+
+def _sizes_of(specs: Iterable[KernelSpec], variant: Variant) -> SizesTable:
+    """The variant's sizes without records of kernels that a library lacks: the operator asks for what records name."""
+    known = set(specs)
+    records = [r for r in variant.sizes.records if replace(KernelSpec.parse(r.kernel), tuned=r.digest) in known]
+    return SizesTable(variant.sizes.default, records)
+
+
+def _targets(target: str | Sequence[str] | None, for_library: bool) -> tuple[list[str], str]:
+    """The targets to build, best first, and their architecture."""
+    if target is None:
+        target = architecture() if for_library else best_target()
+    if isinstance(target, str):
+        target = FALLBACKS.get(target, (target,))
+    for name in target:
+        find_target(name)
+    for wanted in (architecture(), *ARCHITECTURES):
+        if target and set(target) <= set(FALLBACKS.get(wanted, ())):
+            return [name for name in FALLBACKS[wanted] if name in target], wanted
+    raise InvalidArgument(f"targets of one library must be of one architecture, got {', '.join(target)}")

@@ -10,6 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gqa_tvm import cli_onnx
+from gqa_tvm.cli_arguments import not_negative, positive
+from gqa_tvm.cli_library import (
+    add_build_arguments,
+    add_info_arguments,
+    build_command,
+    build_with_progress,
+    info_command,
+)
 
 if TYPE_CHECKING:
     from gqa_tvm.language_model.calibration import LayerMagnitudes
@@ -65,19 +73,19 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEMO_CACHE,
         help="how keys and values are kept (%(default)s)",
     )
-    parser.add_argument("--max-tokens", type=_positive, default=128, help="(%(default)s)")
+    parser.add_argument("--max-tokens", type=positive, default=128, help="(%(default)s)")
     parser.add_argument(
         "--model",
         choices=("smollm2", "tiny"),
         default="smollm2",
         help="tiny: random weights, no network (%(default)s)",
     )
-    parser.add_argument("--threads", type=_positive, help="default: all usable cores")
+    parser.add_argument("--threads", type=positive, help="default: all usable cores")
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     _add_model_arguments(parser)
-    parser.add_argument("--temperature", type=_not_negative, default=0.0, help="0 = greedy (%(default)s)")
+    parser.add_argument("--temperature", type=not_negative, default=0.0, help="0 = greedy (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (%(default)s)")
 
 
@@ -92,10 +100,12 @@ def _generate(options: argparse.Namespace) -> int:
 
 def _demo(options: argparse.Namespace) -> int:
     """Answers one prompt, then prints the table of all cache modes."""
+    from gqa_tvm.kernel_cache import prebuilt_path
     from gqa_tvm.language_model import corpus, report
 
     options.temperature, options.seed = 0.0, 0
-    _build_with_progress(None, (MODEL_HEAD_SIZE,))
+    if not prebuilt_path().exists():
+        build_with_progress(head_sizes=(MODEL_HEAD_SIZE,))
     with _limited_blas_threads(options.threads):
         model, attention = _load(options)
         magnitudes = _calibrate(model, attention)
@@ -163,87 +173,12 @@ def _limited_blas_threads(threads: int | None) -> AbstractContextManager[Any]:
     return limits
 
 
-def _add_no_arguments(parser: argparse.ArgumentParser) -> None:
-    """A command without options."""
-
-
-def _add_build_arguments(parser: argparse.ArgumentParser) -> None:
-    from gqa_tvm.build import USUAL_HEAD_SIZES
-    from gqa_tvm.targets import TARGETS
-
-    parser.add_argument("--target", choices=TARGETS, help="variant to build (the best for this CPU)")
-    parser.add_argument("-o", "--output", help="also link the kernels into this one library")
-    parser.add_argument("--head-sizes", type=_positive, nargs="+", default=list(USUAL_HEAD_SIZES))
-
-
-def _build_with_progress(target: str | None, head_sizes: Sequence[int], output: str | None = None) -> int:
-    """Builds what is missing and returns how many kernels are there now."""
-    from gqa_tvm.build import build, usual_kernels
-    from gqa_tvm.progress import ProgressBar
-    from gqa_tvm.targets import best_target
-    from gqa_tvm.variants import machine_variant
-
-    target = target or best_target()
-    with ProgressBar("building kernels", len(usual_kernels(machine_variant(target), head_sizes))) as bar:
-        paths = build(
-            target, output, head_sizes, lambda done, total, name: bar.advance(done - bar.done, f"built {name}")
-        )
-        bar.advance(len(paths) - bar.done, "kernels built")
-    return len(paths)
-
-
-def _build(options: argparse.Namespace) -> int:
-    """Builds the usual kernels into the cache."""
-    from gqa_tvm.kernel_cache import kernel_directory
-    from gqa_tvm.targets import best_target
-    from gqa_tvm.variants import machine_variant
-
-    target = options.target or best_target()
-    count = _build_with_progress(target, options.head_sizes, options.output)
-    print(f"{count} kernels for {target} in {options.output or kernel_directory(machine_variant(target))}")
-    return 0
-
-
-def _info(options: argparse.Namespace) -> int:
-    """Prints the target chosen for this CPU, its facts and the kernels on disk."""
-    from dataclasses import asdict
-
-    from gqa_tvm.kernel_cache import kernel_directory
-    from gqa_tvm.targets import best_target, missing_features, own_chain, target_facts
-    from gqa_tvm.variants import machine_variant
-
-    for target in own_chain():
-        missing = ", ".join(sorted(missing_features(target)))
-        print(f"{target:18} {'lacks ' + missing if missing else 'runs here'}")
-    variant = machine_variant(best_target())
-    print(f"chosen: {variant.target.name}")
-    for name, value in {**asdict(target_facts(variant.target)), **variant.sizes.default.as_dict()}.items():
-        print(f"  {name:20} {value}")
-    directory = kernel_directory(variant)
-    print(f"kernels: {len(list(directory.glob('*.so')))} in {directory}")
-    return 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
-    return number
-
-
-def _not_negative(text: str) -> float:
-    number = float(text)
-    if not 0.0 <= number < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be at least 0, got {number}")
-    return number
-
-
 COMMANDS = (
     Command("generate", "answer a prompt with SmolLM2", _add_generate_arguments, _generate),
     Command("demo", "answer a prompt, then compare all caches", _add_model_arguments, _demo),
     Command("run", "run an ONNX model with GroupQueryAttention nodes", cli_onnx.add_arguments, cli_onnx.run),
-    Command("build", "build kernels ahead for this CPU", _add_build_arguments, _build),
-    Command("info", "show this CPU's target and the kernels built for it", _add_no_arguments, _info),
+    Command("build", "build kernels ahead, or a library of them", add_build_arguments, build_command),
+    Command("info", "show this CPU's target and kernels, or a library's", add_info_arguments, info_command),
 )
 
 

@@ -6,11 +6,11 @@ import hashlib
 import os
 from collections.abc import Iterable
 from functools import lru_cache
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from .kernels import KernelSpec
+from .targets import architecture
 from .variants import Variant
 
 _PACKAGE = Path(__file__).parent
@@ -26,7 +26,10 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gqa_tvm"
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of an installed distribution, "absent" if it is not."""
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -54,13 +57,19 @@ def build_stamp() -> str:
     folders = [*(_PACKAGE / name for name in _CODE_FOLDERS), Path(schedules.origin).parent]
     files = [_PACKAGE / name for name in _CODE_FILES]
     files += [path for folder in folders for path in _sources(folder)]
-    return _hash_files(files, _version("apache-tvm-ffi"))
+    return _hash_files(files, version("apache-tvm-ffi"))
 
 
 @lru_cache(maxsize=1)
 def launcher_stamp() -> str:
     """Hash of the launcher's sources."""
     return _hash_files(_sources(_PACKAGE / "native"))
+
+
+@lru_cache(maxsize=1)
+def library_stamp() -> str:
+    """What a library of many kernels must have been built from to be loaded: kernels and launcher as they are here."""
+    return _hash_files([], build_stamp(), launcher_stamp())
 
 
 def kernel_directory(variant: Variant) -> Path:
@@ -74,9 +83,19 @@ def kernel_path(spec: KernelSpec, variant: Variant) -> Path:
     return kernel_directory(variant.owner(spec)) / f"{spec.name}.so"
 
 
-def manifest_path(library: Path) -> Path:
-    """The manifest beside a library that holds many kernels."""
-    return library.with_name(library.name + ".json")
+def object_path(spec: KernelSpec, variant: Variant) -> Path:
+    """The object file of one kernel, beside its shared object."""
+    return kernel_path(spec, variant).with_suffix(".o")
+
+
+def shared_object_path(digest: str) -> Path:
+    """The object file of lowered code, whatever sources it came from."""
+    return cache_directory() / "objects" / f"{digest}.o"
+
+
+def prebuilt_path() -> Path:
+    """The library that an installed wheel brings for this machine; a source tree has none."""
+    return _PACKAGE / "prebuilt" / f"libgqa-{architecture()}.so"
 
 
 def launcher_path() -> Path:

@@ -92,12 +92,15 @@ class PreparedCall:
 
     def _decode_spec(self, problem: Problem) -> KernelSpec:
         tile = decode_row_tile(problem.sequence_length, problem.group_size)
-        return self._with_precision(replace(self._append, operation="flash_decode", row_tile=tile))
+        wanted = replace(self._append, operation="flash_decode", row_tile=tile)
+        rows = problem.sequence_length * problem.group_size
+        return self._with_precision(self._library.offered(wanted, rows))
 
     def _prefill_spec(self, problem: Problem) -> KernelSpec:
         default, rows = self._library.sizes.default, problem.sequence_length * problem.group_size
         row_block = prefill_row_block(rows, default.q_block, default.small_q_blocks)
-        return self._with_precision(replace(self._append, operation="flash_prefill", row_tile=row_block))
+        wanted = replace(self._append, operation="flash_prefill", row_tile=row_block)
+        return self._with_precision(self._library.offered(wanted, rows))
 
     def _with_precision(self, spec: KernelSpec) -> KernelSpec:
         """The kernel of the precision asked for, where there is one: else it is as exact as float32."""

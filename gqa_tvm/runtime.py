@@ -2,83 +2,48 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from threading import Lock, local
 from typing import Any
 
-import tvm_ffi
-
-from .errors import BuildError
-from .kernel_cache import build_stamp, kernel_path, launcher_path, manifest_path
-from .kernels import KernelSpec
-from .targets import best_target, require_runnable
+from .errors import BuildError, InvalidArgument
+from .kernel_cache import kernel_path, prebuilt_path
+from .kernels import ROW_TILES, KernelSpec
+from .launcher import LOADING, launcher
+from .library_file import Manifest, read_manifest
+from .targets import best_target, find_target, missing_features, own_chain, require_runnable
 from .tuned_sizes import SizesTable
-from .variants import machine_variant
+from .variants import Variant, family_variant, machine_variant
 
-_HOOKS = ("__TVMBackendParallelLaunch", "__TVMBackendAllocWorkspace", "__TVMBackendFreeWorkspace")
-
-
-class Launcher:
-    """The thread pool and scratch allocator of the process, shared by all kernel libraries."""
-
-    def __init__(self, path: Path) -> None:
-        self._library = ctypes.CDLL(str(path))
-        hooks = (ctypes.c_void_p * len(_HOOKS))()
-        self._library.gqa_tvm_hooks(hooks)
-        self._hooks = tuple(hooks)
-        self._set_num_threads = self._library.gqa_tvm_set_num_threads
-        self._current = local()
-
-    def install(self, path: Path) -> None:
-        """Make the kernel library at `path`, which is loaded already, call this launcher."""
-        library = ctypes.CDLL(str(path))
-        for name, address in zip(_HOOKS, self._hooks, strict=True):
-            try:
-                ctypes.c_void_p.in_dll(library, name).value = address
-            except ValueError:  # a kernel that needs no such service does not declare the pointer
-                continue
-
-    def use_threads(self, count: int) -> None:
-        """Threads of the calling thread's next launches; 0 = all cores this process may use."""
-        if getattr(self._current, "count", None) != count:
-            self._set_num_threads(count)
-            self._current.count = count
+# Reading and converting the keys for a tile of rows takes about as long as the products of so many rows.
+_DECODED_ROWS = 2
 
 
-_launcher: Launcher | None = None
-_lock = Lock()
-
-
-def launcher() -> Launcher:
-    """The process's launcher, built on first use if it is not there."""
-    global _launcher
-    if _launcher is None:
-        with _lock:
-            if _launcher is None:
-                path = launcher_path()
-                if not path.exists():
-                    from .build import build_launcher
-
-                    path = build_launcher()
-                _launcher = Launcher(path)
-    return _launcher
+def forced_target() -> str | None:
+    """GQA_TVM_TARGET, None where it is not set."""
+    return os.environ.get("GQA_TVM_TARGET") or None
 
 
 class KernelLibrary:
-    """The kernels of one target; a kernel is loaded, and built if it must be, when it is first asked for."""
+    """The kernels of one target; a kernel is loaded, and built if it must be, when it is first asked for.
+
+    target_reason: why this target, in a line.
+    """
 
     def __init__(self, target: str | None = None) -> None:
-        self.target_reason = "asked for" if target else "the best for this CPU"
+        launcher()  # it knows what the CPU can run
         if target is None:
-            target = best_target()
+            self.target_reason = _reason("the best for this CPU", target := best_target())
         else:
             require_runnable(target)
-        self.target = target
-        self.variant = machine_variant(target)
+            self.target_reason = "asked for"
+        self._serve(machine_variant(target))
+
+    def _serve(self, variant: Variant) -> None:
+        self.target = variant.target.name
+        self.variant = variant
         self._functions: dict[KernelSpec, Callable[..., Any]] = {}
         self._modules: list[Any] = []
 
@@ -87,10 +52,16 @@ class KernelLibrary:
         """Block sizes of the kernels."""
         return self.variant.sizes
 
+    def offered(self, spec: KernelSpec, rows: int) -> KernelSpec:
+        """The kernel to run instead of `spec` for so many rows of a group: here it is `spec`."""
+        return spec
+
     def kernel(self, spec: KernelSpec) -> Callable[..., Any]:
         """The callable of a kernel. Raises BuildError when it is neither built nor buildable here."""
         function = self._functions.get(spec)
-        return function if function is not None else self._load(spec)
+        if function is None:
+            function = self._functions[spec] = self._load(spec)
+        return function
 
     def _load(self, spec: KernelSpec) -> Callable[..., Any]:
         path = kernel_path(spec, self.variant)
@@ -98,52 +69,133 @@ class KernelLibrary:
             from .build import build_kernel
 
             build_kernel(spec, self.variant)
-        self._load_file(path, [spec])
-        return self._functions[spec]
+        function: Callable[..., Any] = self._open(path)[self.variant.symbol(spec)]
+        return function
 
-    def _load_file(self, path: Path, specs: list[KernelSpec]) -> None:
+    def _open(self, path: Path) -> Any:
+        """The module in a shared object, bound to the process's launcher."""
+        import tvm_ffi
+
         services = launcher()
-        with _lock:
+        with LOADING:
             module = tvm_ffi.load_module(str(path))
             services.install(path)
             self._modules.append(module)
-            self._functions.update({spec: module[self.variant.symbol(spec)] for spec in specs})
+        return module
 
 
-def load(path: str | os.PathLike[str]) -> KernelLibrary:
-    """The kernels of a library that `gqa_tvm.build(target, output)` made; others come from the cache as usual.
+class FileLibrary(KernelLibrary):
+    """The kernels that a file of several targets holds of one of them; others come from the cache or are built."""
 
-    Raises BuildError for a file without a readable manifest, one of another version of this package, or a target that
-    this CPU cannot run.
+    def __init__(self, path: Path, manifest: Manifest, target: str | None = None) -> None:
+        self._path, self._manifest = path, manifest
+        self._choose(target)  # what the system lists is enough to refuse a file before its code is loaded
+        launcher(path)
+        wanted, self.target_reason = self._choose(target)
+        found = manifest.targets[wanted]
+        self._symbols = found.kernels
+        self._serve(family_variant(wanted)._replace(sizes=found.table()))
+        self._module = self._open(path)
+
+    def _choose(self, asked: str | None) -> tuple[str, str]:
+        """The target to run and why."""
+        among = self._manifest.targets
+        wanted, why = asked or forced_target(), "asked for" if asked else "forced by GQA_TVM_TARGET"
+        if wanted is None:
+            best = best_target(among)
+            return best, _reason(f"the best of {len(among)} in {self._path.name} for this CPU", best, among)
+        find_target(wanted)
+        if wanted not in among:
+            raise InvalidArgument(f"target {wanted}, {why}, is not in it; it has {', '.join(among)}")
+        require_runnable(wanted)
+        return wanted, f"{why}, one of {len(among)} in {self._path.name}"
+
+    def offered(self, spec: KernelSpec, rows: int) -> KernelSpec:
+        """The kernel of the file that takes so many rows with the least work: a library has tiles of few sizes."""
+        if spec.name in self._symbols:
+            return spec
+        others = [other for tile in (0, *ROW_TILES) if (other := replace(spec, row_tile=tile)).name in self._symbols]
+        if spec.operation == "flash_decode":
+            work = {other: -(-rows // other.row_tile) * (other.row_tile + _DECODED_ROWS) for other in others}
+            return min(others, key=work.__getitem__, default=spec)
+        return others[0] if others else spec
+
+    def _load(self, spec: KernelSpec) -> Callable[..., Any]:
+        symbol = self._symbols.get(spec.name)
+        if symbol is not None:
+            function: Callable[..., Any] = self._module[symbol]
+            return function
+        try:
+            return super()._load(spec)
+        except BuildError as error:
+            raise BuildError(
+                f"{self._path.name} has no kernel {spec.name} (head size {spec.head_size}) for {self.target}; "
+                f"it has {self._contents()}. {error}"
+            ) from error
+
+    def _contents(self) -> str:
+        """Formats and head sizes of the kernels, for a message."""
+        specs = [KernelSpec.parse(name) for name in self._symbols]
+        sizes = ", ".join(map(str, sorted({spec.head_size for spec in specs})))
+        formats = ", ".join(sorted({f"{spec.query}:{spec.cache}" for spec in specs}))
+        return f"head sizes {sizes} with query:cache formats {formats}"
+
+
+def _reason(why: str, chosen: str, among: Iterable[str] | None = None) -> str:
+    """Why a target was chosen, and what the CPU lacks for the next better one."""
+    if among is None and forced_target():
+        return "forced by GQA_TVM_TARGET"
+    chain = [name for name in own_chain() if among is None or name in among]
+    better = chain[: chain.index(chosen)]
+    if not better:
+        return why
+    missing = ", ".join(sorted(missing_features(better[-1])))
+    return f"{why}: {better[-1]} needs {missing}, which it lacks"
+
+
+def load(path: str | os.PathLike[str], target: str | None = None) -> KernelLibrary:
+    """The kernels of a library that `gqa_tvm.build(..., output=path)` made, for the best of its targets for this CPU.
+
+    target: one of the library's, None = GQA_TVM_TARGET or the best. Kernels that it lacks come from the cache or are
+    built. Raises BuildError for a file that is damaged or no such library, for one of another architecture or version,
+    and if none of its targets (or not the one asked for) runs on this CPU.
     """
     file = Path(path).resolve()
+    manifest = read_manifest(file)
     try:
-        manifest = json.loads(manifest_path(file).read_text())
-        stamp, target, size = manifest["stamp"], manifest["target"], manifest["bytes"]
-        specs = [KernelSpec.parse(name) for name in manifest["kernels"]]
-        found = file.stat().st_size
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BuildError(f"{file} is no kernel library: its manifest {manifest_path(file).name}: {error}") from error
-    if stamp != build_stamp():
-        raise BuildError(f"{file} was built from other sources: its stamp is {stamp}, wanted {build_stamp()}")
-    # The system's loader maps a truncated file without complaint and dies on the first missing page.
-    if found != size:
-        raise BuildError(f"{file} is damaged: {found} bytes, wanted {size}")
-    try:
-        library = KernelLibrary(target)
-        library._load_file(file, specs)
-    except (ValueError, RuntimeError, OSError, AttributeError) as error:
-        raise BuildError(f"{file} cannot be loaded: {error}") from error
-    return library
+        return FileLibrary(file, manifest, target)
+    except (ValueError, KeyError, TypeError, RuntimeError, OSError, AttributeError) as error:
+        raise BuildError(f"{file} cannot be used: {error}") from error
 
 
-_libraries: dict[str, KernelLibrary] = {}
+def _installed_library(target: str | None) -> KernelLibrary:
+    """The prebuilt library of the installed package, else the cache."""
+    path = prebuilt_path()
+    if not path.exists():
+        return KernelLibrary(target)
+    try:
+        return load(path, target)
+    except BuildError as refused:
+        try:
+            library = KernelLibrary(target)
+        except BuildError as error:
+            raise BuildError(f"{refused}. {error}") from error
+        library.target_reason += f"; {refused}"
+        return library
+
+
+_libraries: dict[tuple[str | None, ...], KernelLibrary] = {}
 
 
 def library_for(target: str | None, path: str | None = None) -> KernelLibrary:
-    """The library object that operators share: of a file, or of a target (None = best for this CPU)."""
-    key = str(Path(path).resolve()) if path is not None else target or best_target()
+    """The library object that operators share: of a file, or the installed one for a target (None = best for this CPU).
+
+    Raises BuildError, InvalidArgument.
+    """
+    key: tuple[str | None, ...] = (target, forced_target(), None if path is None else str(Path(path).resolve()))
+    if path is None and target is None:
+        key = *key, best_target()
     if key not in _libraries:
-        library = KernelLibrary(key) if path is None else load(path)
+        library = _installed_library(target) if path is None else load(path, target)
         _libraries.setdefault(key, library)
     return _libraries[key]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -124,16 +124,38 @@ def find_target(name: str, wanted_architecture: str | None = None) -> Target:
 
 
 @lru_cache(maxsize=1)
-def cpu_features() -> frozenset[str]:
-    """Feature flags the kernel reports for this CPU; empty where it reports none."""
+def _listed_features() -> frozenset[str] | None:
+    """Features that the system lists for CPUs of this architecture; None where it lists none."""
+    heading = "Features" if architecture() == "aarch64" else "flags"
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
             for line in file:
-                if line.startswith(("flags", "Features")):
+                if line.startswith(heading):
                     return frozenset(line.split(":", 1)[1].split())
     except OSError:
         pass
-    return frozenset()
+    return None
+
+
+_confirmed: frozenset[str] | None = None
+
+
+def confirm_features(has: Callable[[str], bool]) -> None:
+    """Ask the CPU itself, of which `has` knows a feature by its name, for all that the targets need."""
+    global _confirmed
+    _confirmed = frozenset(name for family in _FAMILIES for name in family.features if has(name))
+
+
+def cpu_features() -> frozenset[str]:
+    """Features of this CPU by their names in /proc/cpuinfo.
+
+    An emulator or a sandbox may show that file of another machine, and a system may hide features that the CPU has:
+    once `confirm_features` has asked the CPU, both must agree.
+    """
+    listed = _listed_features()
+    if listed is None or _confirmed is None:
+        return listed or _confirmed or frozenset()
+    return listed & _confirmed
 
 
 def usable_cores() -> int:

@@ -41,6 +41,17 @@ def library(folder):
     return link(folder, "kernels.so", compile_kernels(folder), LAUNCHER)
 
 
+@pytest.fixture(scope="session")
+def small_library(tmp_path_factory):
+    """A library of a few int8 kernels for all targets of this machine's architecture."""
+    from library_calls import SMALL_KERNELS
+
+    from gqa_tvm import build
+
+    (path,) = build(output=tmp_path_factory.mktemp("library") / "libgqa.so", kernels=SMALL_KERNELS)
+    return path
+
+
 @pytest.fixture
 def services(library):
     """The launcher's C functions, set to two threads."""

@@ -50,6 +50,10 @@ def _touches(imports: set[str], modules: set[str]) -> set[str]:
         "kernels",
         "targets",
         "build",
+        "launcher",
+        "library_file",
+        "object_cache",
+        "toolchain",
     ],
 )
 def test_inference_does_not_import_the_compiler(name):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import tracemalloc
 
@@ -13,7 +12,7 @@ from known_fault_calls import STRATEGIES
 from operator_calls import make_call
 
 from gqa_tvm import GroupQueryAttention
-from gqa_tvm.kernel_cache import launcher_path
+from gqa_tvm.launcher import launcher
 
 MIB = 1 << 20
 
@@ -51,9 +50,7 @@ def test_keys_and_bias_are_not_repeated(tokens, strategy):  # B117
     inputs["attention_bias"] = np.zeros((1, 1, tokens, total), np.float32)
     presents = {"present_key": inputs["past_key"], "present_value": inputs["past_value"]}
     op = GroupQueryAttention(**attributes, strategy=strategy, num_threads=1)
-    scratch = ctypes.CDLL(str(launcher_path())).gqa_tvm_workspace_bytes
-    scratch.restype = ctypes.c_int64
-    before = scratch()
+    before = launcher().workspace_bytes()
     op(**inputs, **presents)
     tracemalloc.start()
     try:
@@ -64,4 +61,4 @@ def test_keys_and_bias_are_not_repeated(tokens, strategy):  # B117
     cache, bias = inputs["past_key"].nbytes, inputs["attention_bias"].nbytes
     # Not even one copy of the cache, nor of the bias for each head.
     assert peak < min(cache, bias * heads) / 2
-    assert scratch() - before < cache
+    assert launcher().workspace_bytes() - before < cache

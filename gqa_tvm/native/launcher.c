@@ -1,5 +1,6 @@
-/* Threads and scratch memory for compiled kernels. A process loads this once and gives its services to
- * every kernel library through gqa_tvm_hooks; it can also be linked into a library, as told next.
+/* Threads and scratch memory for compiled kernels, and what the CPU can run. A process has one such
+ * pool, of whichever file brings it first: kernel libraries get its services through gqa_tvm_hooks.
+ * A library that has this file linked in, as told next, takes those of another by gqa_tvm_use_hooks.
  *
  * TVM's code calls its runtime through pointers that its object file defines as weak symbols. Here
  * they are strong and hidden: the linker binds the kernels to this file, in whatever order the
@@ -11,6 +12,7 @@
 #include <signal.h>
 
 #include "cpus.h"
+#include "cpu_features.h"
 #include "raised.h"
 #include "waiting.h"
 #include "workspace.h"
@@ -275,6 +277,16 @@ void gqa_tvm_hooks(void* hooks[3]) {
   hooks[1] = (void*)alloc_workspace;
   hooks[2] = (void*)free_workspace;
 }
+
+/* Makes the kernels that are linked with this file use the services of another. Not while they run. */
+void gqa_tvm_use_hooks(void* const hooks[3]) {
+  memcpy(&__TVMBackendParallelLaunch, &hooks[0], sizeof hooks[0]);
+  memcpy(&__TVMBackendAllocWorkspace, &hooks[1], sizeof hooks[1]);
+  memcpy(&__TVMBackendFreeWorkspace, &hooks[2], sizeof hooks[2]);
+}
+
+/* Whether the CPU has all of these features, named as in /proc/cpuinfo and separated by spaces. */
+int gqa_tvm_cpu_has(const char* names) { return cpu_has_all(names); }
 
 /* Scratch memory that all threads hold at present. */
 int64_t gqa_tvm_workspace_bytes(void) { return atomic_load(&reserved_bytes); }
