@@ -22,6 +22,8 @@ USUAL_HEAD_SIZES = (64, 128)
 USUAL_FORMATS: tuple[tuple[FloatFormat, CacheFormat], ...] = (("f32", "f32"), ("f32", "i8"), ("f32", "i4"))
 USUAL_GROUP_SIZES = (1, 2, 3, 4, 7, 8)
 LIBRARY_ROW_TILES = (1, 2, 4, 8)
+# Of the target that runs everywhere and is the fastest nowhere.
+LAST_RESORT_ROW_TILES = (1, 4)
 
 Progress = Callable[[int, int, str], None]
 Plan = dict[Variant, list[KernelSpec]]
@@ -48,7 +50,14 @@ def library_kernels(
     formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
 ) -> list[KernelSpec]:
     """The kernels of a library: every step for any group size, by tiles of few sizes (`FileLibrary.offered`)."""
-    return _kernels(variant, head_sizes, formats, LIBRARY_ROW_TILES, variant.sizes.default.small_q_blocks[-1:])
+    sizes, target = variant.sizes.default, variant.target
+    is_last_resort = target.name == FALLBACKS[target.architecture][-1]
+    tiles = LAST_RESORT_ROW_TILES if is_last_resort else LIBRARY_ROW_TILES
+    # With as many rows as accumulators there is one key at a time: half of the rows twice is about as fast.
+    tiles = tuple(rows for rows in tiles if 2 * rows <= sizes.decode_accumulators)
+    # One small block of rows, where the usual one is more than twice as large.
+    small = [rows for rows in sizes.small_q_blocks[-1:] if 2 * rows < sizes.q_block]
+    return _kernels(variant, head_sizes, formats, tiles, small)
 
 
 def _kernels(
