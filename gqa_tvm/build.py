@@ -52,7 +52,7 @@ def library_kernels(
     """The kernels of a library: every step for any group size, by tiles of few sizes (`FileLibrary.offered`)."""
     sizes, target = variant.sizes.default, variant.target
     is_last_resort = target.name == FALLBACKS[target.architecture][-1]
-    tiles = LAST_RESORT_ROW_TILES if is_last_resort else LIBRARY_ROW_TILES
+    tiles: tuple[int, ...] = LAST_RESORT_ROW_TILES if is_last_resort else LIBRARY_ROW_TILES
     # With as many rows as accumulators there is one key at a time: half of the rows twice is about as fast.
     tiles = tuple(rows for rows in tiles if 2 * rows <= sizes.decode_accumulators)
     # One small block of rows, where the usual one is more than twice as large.
