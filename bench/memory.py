@@ -26,7 +26,7 @@ from report import Record, machine_record, memory_table
 from workloads import CACHE_BITS, prefill
 
 from gqa_tvm import GroupQueryAttention
-from gqa_tvm.kernel_cache import launcher_path
+from gqa_tvm.launcher import launcher
 
 OURS_FLASH, OURS_NAIVE = "gqa_tvm flash", "gqa_tvm naive"
 CONTENDERS = (OURS_FLASH, OURS_NAIVE, ORT_FLASH, ORT_NAIVE)
@@ -88,9 +88,8 @@ def _status_bytes(field: str) -> int:
 
 
 def _scratch_bytes() -> int:
-    function = ctypes.CDLL(str(launcher_path())).gqa_tvm_workspace_bytes
-    function.restype = ctypes.c_int64
-    return int(function())
+    """Scratch memory that all threads hold."""
+    return int(launcher().workspace_bytes())
 
 
 def _in_new_process(*arguments: str) -> Record:
