@@ -49,6 +49,8 @@ class BlockSizes:
     reduction_vectors: int = 3
     # flash_decode by integer dot products: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # flash_decode: vectors of the query that stay in registers for a tile of keys, 0 = products take them from memory
+    decode_query_vectors: int = 0
 
     def __post_init__(self) -> None:
         for value, divisor, what in (
@@ -103,6 +105,8 @@ _SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6,
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _LARGEST_USUAL_HEAD = 256
+# Where a multiply-add takes no operand from memory: with a load for each, decoding took a quarter more instructions.
+_LOADS_OPERANDS = ("aarch64",)
 
 
 def default_block_sizes(facts: TargetFacts) -> BlockSizes:
@@ -136,6 +140,7 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
+        decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,
     )
 
 
