@@ -104,6 +104,7 @@ class BlockSizes:
 _SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8)))}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
+_SHORTEST_TAIL = 16
 _LARGEST_USUAL_HEAD = 256
 # Where a multiply-add takes no operand from memory: with a load for each, decoding took a quarter more instructions.
 _LOADS_OPERANDS = ("aarch64",)
@@ -118,17 +119,18 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
     lanes = facts.lanes()
     # Without fused multiply-add a product needs a register before it is added.
     registers = facts.vector_registers if facts.fused_multiply_add else facts.vector_registers - 4
-    qk, sv = _QK_TILES[registers], _SV_TILES[registers]
-    row_block = qk[1] * lanes
+    qk, sv = _tile(_QK_TILES, registers), _tile(_SV_TILES, registers)
+    row_block = math.lcm(qk[1] * lanes, sv[0])
     q_block = row_block * max(1, (48 if facts.vector_registers * lanes < 512 else 96) // row_block)
-    kv_block = _kv_block(facts, math.lcm(lanes, qk[0]), q_block)
+    key_step = math.lcm(lanes, qk[0])
+    kv_block = _kv_block(facts, key_step, q_block)
     return BlockSizes(
         lanes=lanes,
         q_block=q_block,
         small_q_blocks=tuple(rows for rows in (64, 48, 32) if rows < q_block),
         naive_q_block=2 * lanes,
         kv_block=kv_block,
-        kv_tail_block=max(16, math.lcm(lanes, qk[0])),
+        kv_tail_block=-(-_SHORTEST_TAIL // key_step) * key_step,
         qk_key_tile=qk[0],
         qk_row_vectors=qk[1],
         sv_row_tile=sv[0],
@@ -136,7 +138,7 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_kv_block=64,
         decode_rows=32,
         few_rows=16,
-        decode_accumulators=16 if facts.vector_registers == 32 else 8,
+        decode_accumulators=16 if facts.vector_registers >= 32 else 8,
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
@@ -146,8 +148,13 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
 
 # Accumulators by registers: keys x vectors of rows, rows x vectors of columns. They leave room for a row of operands
 # and a broadcast, and divide the usual blocks.
-_QK_TILES = {32: (8, 3), 16: (6, 2), 12: (4, 2)}
-_SV_TILES = {32: (6, 4), 16: (6, 2), 12: (4, 2)}
+_QK_TILES = {32: (8, 3), 16: (6, 2), 12: (4, 2), 0: (2, 2)}
+_SV_TILES = {32: (6, 4), 16: (6, 2), 12: (4, 2), 0: (2, 2)}
+
+
+def _tile(tiles: dict[int, tuple[int, int]], registers: int) -> tuple[int, int]:
+    """The largest tile for so many registers."""
+    return tiles[max(needed for needed in tiles if needed <= registers)]
 
 
 def _kv_block(facts: TargetFacts, step: int, q_block: int) -> int:
