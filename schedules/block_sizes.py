@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ..targets import TargetFacts
 
-# Bytes of a cache row that one vector of the integer dot product takes, and how many its sums have room for.
-_DOT_BYTES = 64
+# How many products the int32 sums of an integer dot product have room for.
 _DOT_COLUMNS = 1024
 _DOT_KEYS = 256
 
@@ -47,8 +46,9 @@ class BlockSizes:
     # vectors in flight in elementwise loops and in reductions over the keys
     elementwise_vectors: int = 2
     reduction_vectors: int = 3
-    # flash_decode by integer dot products: for these cache formats and row tiles
+    # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    dot_bytes: int = 64
     # flash_decode: vectors of the query that stay in registers for a tile of keys, 0 = products take them from memory
     decode_query_vectors: int = 0
 
@@ -84,7 +84,7 @@ class BlockSizes:
 
     def splits_integers(self, cache: str, columns: int, row_tile: int) -> bool:
         """Whether flash_decode multiplies a cache of so many stored columns by integer dot products."""
-        fits = columns % _DOT_BYTES == 0 and columns <= _DOT_COLUMNS and self.decode_kv_block <= _DOT_KEYS
+        fits = columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS and self.decode_kv_block <= _DOT_KEYS
         return fits and row_tile in dict(self.split_integers).get(cache, ())
 
     def decode_key_tile(self, row_tile: int) -> int:
@@ -101,7 +101,10 @@ class BlockSizes:
 
 
 # Where integer dot products are faster than float32, by bytes of a dot product; measured on Zen 4.
-_SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8)))}
+_SPLIT_INTEGERS = {
+    64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+    16: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _SHORTEST_TAIL = 16
@@ -142,6 +145,7 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
+        dot_bytes=facts.dot_bytes or 64,
         decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,
     )
 

@@ -106,7 +106,7 @@ def accumulator_position(column):
     return block * DOT_BYTES + vector * DOT_LANES + lane_group * 4 + tirx.floormod(column, 4)
 
 
-def _load_rows(cache_rows, last_row, name: str):
+def load_rows(cache_rows, last_row, name: str):
     """Rows as they are stored; rows past the last valid one repeat it."""
     return te.compute(
         cache_rows.shape,
@@ -126,7 +126,7 @@ def _dot_shape(rows, columns: int):
 def key_vectors(cache_rows, last_row, planes: int):
     """Keys as unsigned codes [T_block / 4, C / 64, E, 4, 64] uint8: lane (L, key), byte q."""
     rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = _load_rows(cache_rows, last_row, "load_k")
+    loaded = load_rows(cache_rows, last_row, "load_k")
     flip = tirx.const(128 if planes == 1 else 0, "uint8")
 
     def arranged(t, v, j, x):
@@ -144,7 +144,7 @@ def key_vectors(cache_rows, last_row, planes: int):
 def value_vectors(cache_rows, last_row, planes: int):
     """Values as signed codes [T_block / 4, C / 64, E, 4, 64] int8: lane (L, q), byte the key."""
     rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = _load_rows(cache_rows, last_row, "load_v")
+    loaded = load_rows(cache_rows, last_row, "load_v")
 
     def arranged(t, v, j, x):
         return loaded[t * 4 + x % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x // 4 % 4]

@@ -12,13 +12,14 @@ from typing import NamedTuple
 from tvm import te, tirx
 from tvm.script import tirx as T
 
+from ..definitions import split_signed
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
-from ..definitions.split_integer import accumulator_position
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
+from . import split_rows, split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
@@ -30,7 +31,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, emit_qk_split, qk_split_step, split_rows, sv_split_step
+from .split_rows import QK_KEYS
 from .visible_values import allocate_value_check, check_values, emit_values
 
 
@@ -78,10 +79,10 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
-    if isinstance(operands, SplitRows):
+def _emit_qk(spec, shape, step, split, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
+    if split:
         tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
-        emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+        split.emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
         return
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
@@ -135,14 +136,21 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
         )
 
 
-def _query_operands(spec: KernelSpec, shape: DecodeShape, splits: bool, query):
+def _split_form(spec: KernelSpec, sizes):
+    """The module that multiplies by integer dot products, None = float32."""
+    if not sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile):
+        return None
+    return split_signed_rows if sizes.dot_bytes == split_signed.DOT_BYTES else split_rows
+
+
+def _query_operands(spec: KernelSpec, shape: DecodeShape, split, query):
     """What the QK step takes of the rows: the rows, or their digits."""
-    return allocate_split_rows(spec, shape.rows) if splits else (query,)
+    return split.allocate_split_rows(spec, shape.rows) if split else (query,)
 
 
-def _split_queries(spec: KernelSpec, splits: bool, query, count, operands):
-    if splits:
-        split_rows(spec, query, count, operands)
+def _split_queries(spec: KernelSpec, split, query, count, operands):
+    if split:
+        split.split_rows(spec, query, count, operands)
 
 
 def _save_partial(shape: DecodeShape, partial, where, valid, m, l, acc):
@@ -182,10 +190,10 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    splits = sizes.splits_integers(spec.cache, spec.cache_columns, R)
-    qk = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
-    sv = sv_split_step(spec, R, BC) if splits else sv_rows_first_step(spec, shape)
-    position = accumulator_position if splits else same_position
+    split = _split_form(spec, sizes)
+    qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    sv = split.sv_split_step(spec, R, BC) if split else sv_rows_first_step(spec, shape)
+    position = split.accumulator_position if split else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -241,7 +249,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 vk: T.let = ak
                 rows = T.meta_var(allocate_row_block(rows_per_task))
                 query = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
-                operands = T.meta_var(_query_operands(spec, shape, splits, query))
+                operands = T.meta_var(_query_operands(spec, shape, split, query))
                 acc = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
                 m = T.sblock_alloc_buffer((rows_per_task,))
                 l = T.sblock_alloc_buffer((rows_per_task,))
@@ -261,7 +269,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
-                    _split_queries(spec, splits, query, active * R, operands)
+                    _split_queries(spec, split, query, active * R, operands)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
@@ -270,7 +278,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, keys, values, operands, tile, scores)
+                        _emit_qk(spec, shape, qk, split, keys, values, operands, tile, scores)
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
                         _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)

@@ -10,11 +10,21 @@ from tvm.script import tirx as T
 from ..definitions import split_integer as si
 from ..definitions.half import magnitude_bits
 from ..definitions.kv_quantize import CACHE_DTYPES
+from ..definitions.split_integer import accumulator_position
 from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .splice import make_step, splice, whole
 
-_INFINITY_BITS = 0x7F800000
+__all__ = [
+    "accumulator_position",
+    "allocate_split_rows",
+    "emit_qk_split",
+    "qk_split_step",
+    "split_rows",
+    "sv_split_step",
+]
+
+INFINITY_BITS = 0x7F800000
 # Keys of a QK step; between the steps, cache rows that are needed soon are fetched.
 QK_KEYS = 16
 _LINE_BYTES = 64
@@ -49,7 +59,7 @@ def split_rows(spec: KernelSpec, query, count, target: SplitRows) -> None:
         T.buffer_store(largest, T.int32(0), [0])
         with T.grid(planes, columns) as (e, c):
             T.buffer_store(largest, tirx.max(largest[0], magnitude_bits(query[r, e, c])), [0])
-        finite = T.bind(largest[0] < _INFINITY_BITS)
+        finite = T.bind(largest[0] < INFINITY_BITS)
         field = T.bind(si.signed_field(tirx.Select(finite, largest[0], T.int32(0))))
         up = T.bind(si.scale_up(field))
         nan = tirx.reinterpret("float32", T.int32(0x7FC00000))
@@ -88,14 +98,14 @@ def _spread(spec: KernelSpec, row, r, target: SplitRows) -> None:
                 T.buffer_store(target.offsets, offset, [r, d, group * 4 + i])
 
 
-def _stored_rows(spec: KernelSpec, kv_block: int):
+def stored_rows(spec: KernelSpec, kv_block: int):
     rows = te.placeholder((kv_block, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
     return rows, te.var("last_row", "int32")
 
 
 def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """scores = query keys^T; arguments: cache rows, last row, the fields of `SplitRows`, scores."""
-    cache_rows, last_row = _stored_rows(spec, kv_block)
+    cache_rows, last_row = stored_rows(spec, kv_block)
     vectors, planes = spec.cache_columns // si.DOT_BYTES, spec.cache_planes
     digits = te.placeholder((row_tile, si.QUERY_DIGITS, vectors, planes, 4, si.DOT_BYTES), "int8", name="digits")
     offsets = te.placeholder((row_tile, si.QUERY_DIGITS, si.DOT_LANES), "int32", name="offsets")
@@ -107,7 +117,7 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
 
 def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
-    cache_rows, last_row = _stored_rows(spec, kv_block)
+    cache_rows, last_row = stored_rows(spec, kv_block)
     planes = spec.cache_planes
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
