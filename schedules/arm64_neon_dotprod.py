@@ -33,5 +33,6 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
     steps.parallelize_tasks(sch, "merge")
     split_steps_neon.tile_qk_for_dots(sch, row_tile)
     generic._schedule_few_rows_softmax(sch, sizes)
-    split_steps_neon.digits_by_vectors(sch, sizes.lanes)
-    split_steps_neon.tile_sv_for_dots(sch, row_tile)
+    for suffix in ("", "_whole"):
+        split_steps_neon.digits_by_vectors(sch, sizes.lanes, suffix)
+        split_steps_neon.tile_sv_for_dots(sch, row_tile, suffix)

@@ -13,13 +13,13 @@ _DIGITS = 4
 _SUMS = 16
 
 
-def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
+def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
     """Load rows by vectors and rearrange them in registers, inside loop `at`; INT4 planes are split there."""
-    if _has_block(sch, f"nibbles_{suffix}"):
-        nibbles = sch.get_sblock(f"nibbles_{suffix}")
+    if _has_block(sch, f"nibbles_{name}"):
+        nibbles = sch.get_sblock(f"nibbles_{name}")
         sch.compute_at(nibbles, at, preserve_unit_loops=True)
         _by_vectors(sch, nibbles, len(sch.get(nibbles).iter_vars))
-    arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
+    arrange, load = sch.get_sblock(f"arrange_{name}"), sch.get_sblock(f"load_{name}")
     sch.compute_at(arrange, at, preserve_unit_loops=True)
     sch.compute_at(load, at, preserve_unit_loops=True)
     _by_vectors(sch, load, 2)
@@ -53,19 +53,19 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.tensorize(lane, neon.register_dots())
 
 
-def digits_by_vectors(sch: Schedule, lanes: int) -> None:
+def digits_by_vectors(sch: Schedule, lanes: int, suffix: str) -> None:
     """Digits of the probabilities: of 4 vectors, whose bytes fill one."""
-    reduce_along_row(sch, "p_max", lanes)
-    vectorize_last(sch, "p_fixed", lanes, 4)
-    vectorize_last(sch, "p_digits", 4 * lanes)
-    m, d, outer, middle, inner = _own_loops(sch, sch.get_sblock("p_digits"), 5)
+    reduce_along_row(sch, f"p_max{suffix}", lanes)
+    vectorize_last(sch, f"p_fixed{suffix}", lanes, 4)
+    vectorize_last(sch, f"p_digits{suffix}", 4 * lanes)
+    m, d, outer, middle, inner = _own_loops(sch, sch.get_sblock(f"p_digits{suffix}"), 5)
     sch.reorder(m, outer, middle, d, inner)
     sch.unroll(d)
 
 
-def tile_sv_for_dots(sch: Schedule, row_tile: int) -> None:
+def tile_sv_for_dots(sch: Schedule, row_tile: int, suffix: str) -> None:
     """acc: the sums of 8 columns of a few rows stay in registers over the keys, 16 of which are taken at a time."""
-    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
+    product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
     rows = largest_divisor(row_tile, 3)
     m, e, column = _own_loops(sch, result, 3)
     m_outer, m_inner = sch.split(m, [None, rows])
@@ -77,7 +77,7 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.vectorize(lane)
     m, d, v, e, i, lane, t, j, b = _own_loops(sch, product, 9)
     sch.reorder(t, v, e, i, m, d, lane, j, b)
-    _arrange_rows(sch, "v", t, neon.register_arrange_values)
+    _arrange_rows(sch, f"v{suffix}", t, neon.register_arrange_values)
     for loop in (v, e, i, m, d):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)

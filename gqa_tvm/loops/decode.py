@@ -7,7 +7,7 @@ so a result depends on neither the number of threads nor the other entries of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import te, tirx
 from tvm.script import tirx as T
@@ -48,6 +48,13 @@ class DecodeShape(NamedTuple):
     @property
     def rows(self) -> int:
         return self.row_tile * self.row_tiles
+
+
+class SvSteps(NamedTuple):
+    """SV over a block of which some rows may not exist, and where it has code of its own, over one that is whole."""
+
+    some_rows: Any
+    all_rows: Any = None
 
 
 def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
@@ -101,16 +108,26 @@ def _emit_softmax(shape, step, scores, m, l, alpha, tile):
         splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
 
 
-def _emit_sv(spec, shape, step, block: CacheBlock, largest, rows, p, acc, alpha, tile):
+def _emit_sv(spec, shape, steps: SvSteps, block: CacheBlock, largest, rows, p, acc, alpha, tile):
     R = shape.row_tile
 
-    def blocked() -> None:
+    def emit(step) -> None:
         region = cache_region(spec, block)
         with T.sblock("sv_step"):
             T.reads(region, whole(p), whole(acc), whole(alpha))
             T.writes(whole(acc))
             cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
             splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+
+    def blocked() -> None:
+        if steps.all_rows is None:
+            emit(steps.some_rows)
+            return
+        with T.If(block.last >= block.kv_block - 1):
+            with T.Then():
+                emit(steps.all_rows)
+            with T.Else():
+                emit(steps.some_rows)
 
     emit_values(spec, block, largest, rows, lambda r, t: p[r, t], acc, alpha, (tile * R, R), blocked)
 
@@ -192,7 +209,7 @@ def flash_decode(spec: KernelSpec, sizes):
     softmax = softmax_rows_first_step(shape)
     split = _split_form(spec, sizes)
     qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
-    sv = split.sv_split_step(spec, R, BC) if split else sv_rows_first_step(spec, shape)
+    sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
     position = split.accumulator_position if split else same_position
 
     @T.prim_func(s_tir=True)

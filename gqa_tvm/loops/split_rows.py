@@ -21,7 +21,7 @@ __all__ = [
     "emit_qk_split",
     "qk_split_step",
     "split_rows",
-    "sv_split_step",
+    "sv_split_steps",
 ]
 
 INFINITY_BITS = 0x7F800000
@@ -115,7 +115,7 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     return make_step([cache_rows, last_row, digits, offsets, down, scores])
 
 
-def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
+def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
     cache_rows, last_row = stored_rows(spec, kv_block)
     planes = spec.cache_planes
@@ -125,7 +125,7 @@ def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     digits, down_at = si.probability_digits(p)
     code_at = si.value_vectors(cache_rows, last_row, planes)
     result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, spec.cache_columns // si.DOT_BYTES)
-    return make_step([cache_rows, last_row, p, accumulator, beta, result])
+    return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
 
 def _fetch_rows(spec: KernelSpec, cache, b, n, first, total, lines: int) -> None:

@@ -22,7 +22,7 @@ __all__ = [
     "emit_qk_split",
     "qk_split_step",
     "split_rows",
-    "sv_split_step",
+    "sv_split_steps",
 ]
 
 
@@ -71,17 +71,24 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     return make_step([cache_rows, last_row, digits, down, scores])
 
 
-def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
-    """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
+def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
+    """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc.
+
+    Also for a block of which all rows exist: there half of the instructions would be about which row to load.
+    """
+    return _sv_step(spec, row_tile, kv_block), _sv_step(spec, row_tile, kv_block, "_whole")
+
+
+def _sv_step(spec: KernelSpec, row_tile: int, kv_block: int, suffix: str = ""):
     cache_rows, last_row = stored_rows(spec, kv_block)
     planes, factor = spec.cache_planes, tirx.const(1.0 / signed.CODE_FACTOR[spec.cache], "float32")
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
     beta = te.placeholder((row_tile,), name="row_beta")
     digits, down_at = signed.probability_digits(p)
-    code_at = signed.value_codes(cache_rows, last_row, planes)
+    code_at = signed.value_codes(cache_rows, tirx.const(kv_block - 1, "int32") if suffix else last_row, planes)
     result = signed.sv_gemm_digits(digits, lambda m: down_at(m) * factor, code_at, accumulator, beta)
-    return make_step([cache_rows, last_row, p, accumulator, beta, result])
+    return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
 def emit_qk_split(
