@@ -112,15 +112,19 @@ def register_arrange_keys(dtype: str) -> str:
 
 
 def register_arrange_values(dtype: str) -> str:
-    """Register 16 rows of 8 bytes -> 2 x 4 vectors, whose lanes are 4 of the rows of a column."""
+    """Register 16 rows of 16 bytes -> 4 x 4 vectors, whose lanes are 4 of the rows of a column."""
 
     def arrange(rows):
-        zip_bytes = [lane for byte in range(8) for lane in (byte, 8 + byte)]
         for j in range(4):
             pairs = (rows[4 * j : 4 * j + 2], rows[4 * j + 2 : 4 * j + 4])
-            ab, cd = (tirx.reinterpret("int16x8", _shuffle(pair, zip_bytes)) for pair in pairs)
-            for i in range(2):
-                yield (i, j), _shuffle([ab, cd], [lane for k in range(4 * i, 4 * i + 4) for lane in (k, 8 + k)])
+            for half in range(2):
+                zip_bytes = [lane for byte in range(8 * half, 8 * half + 8) for lane in (byte, 16 + byte)]
+                ab, cd = (tirx.reinterpret("int16x8", _shuffle(pair, zip_bytes)) for pair in pairs)
+                for i in range(2):
+                    lanes = [lane for k in range(4 * i, 4 * i + 4) for lane in (k, 8 + k)]
+                    yield (2 * half + i, j), _shuffle([ab, cd], lanes)
 
     name = f"gqa_neon_arrange_values_{dtype}"
-    return _register_arrange(name, dtype, (16, 8), (2, 4, 16), lambda i, j, x: (j * 4 + x % 4, i * 4 + x // 4), arrange)
+    return _register_arrange(
+        name, dtype, (16, 16), (4, 4, 16), lambda i, j, x: (j * 4 + x % 4, i * 4 + x // 4), arrange
+    )

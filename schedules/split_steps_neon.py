@@ -8,9 +8,13 @@ from .split_steps import _by_vectors, _has_block
 from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 
 _LANES = 4
+# Vectors of sums for a vector of bytes.
+_VECTORS = 4
 _DIGITS = 4
 # Registers of sums; the rest hold arranged codes and digits.
 _SUMS = 16
+# Rows that share arranged values: more would not leave registers for their 12 sums each.
+_VALUE_ROWS = 2
 
 
 def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
@@ -64,12 +68,12 @@ def digits_by_vectors(sch: Schedule, lanes: int, suffix: str) -> None:
 
 
 def tile_sv_for_dots(sch: Schedule, row_tile: int, suffix: str) -> None:
-    """acc: the sums of 8 columns of a few rows stay in registers over the keys, 16 of which are taken at a time."""
+    """acc: the sums of 16 columns of one or two rows stay in registers over the keys, 16 of which pass at a time."""
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
-    rows = largest_divisor(row_tile, 3)
+    rows = largest_divisor(row_tile, _VALUE_ROWS)
     m, e, column = _own_loops(sch, result, 3)
     m_outer, m_inner = sch.split(m, [None, rows])
-    v, vectors, lane = sch.split(column, [None, 2, _LANES])
+    v, vectors, lane = sch.split(column, [None, _VECTORS, _LANES])
     sch.reorder(m_outer, v, e, m_inner, vectors, lane)
     sch.compute_at(product, e, preserve_unit_loops=True)
     for loop in (m_inner, vectors):

@@ -142,7 +142,7 @@ def test_chunks_of_tokens(arm, mode, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [1, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("heads", [1, 3, 5, 8])
 def test_row_tiles(arm, heads):
     for total in (5, 130):
         attributes, inputs = make_call("i8", total=total, heads=heads, kv_heads=1)

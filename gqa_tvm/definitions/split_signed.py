@@ -4,7 +4,8 @@ Digits of a query row are the four of `split_integer`. Probabilities are three s
 as they are, INT4 codes 16 times as large (a nibble's place in its byte), which the scales of the sums take back: with
 signed operands nothing has to be subtracted. Columns keep their order.
 
-No int32 overflows: a sum of keys has at most LARGEST_COLUMNS products of 128 x 128, one of values LARGEST_KEYS.
+No int32 overflows: a lane sums all columns of a key, at most LARGEST_ELEMENTS products of 128 x 128, or LARGEST_KEYS
+values; joining digits shifts by 8 bits.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from .split_integer import (
 
 DIGITS = 3
 DOT_BYTES = 16
-# Values that are arranged together: half a vector of each of as many rows as a vector holds digits for.
-VALUE_COLUMNS = 8
+LARGEST_ELEMENTS = 496
+# Rows of values that are arranged together: as many as a vector holds digits for.
 VALUE_ROWS = 16
 # What a code is multiplied by in the sums.
 CODE_FACTOR = {"i8": 1, "i4": 16}
@@ -68,12 +69,12 @@ def key_codes(cache_rows, last_row, planes: int):
 
 
 def value_codes(cache_rows, last_row, planes: int):
-    """Function (t, v, e, i, j, x): in lane x / 4 the values 16 t + 4 j .. + 3 of column 8 v + 4 i + x / 4."""
+    """Function (t, v, e, i, j, x): in lane x / 4 the values 16 t + 4 j .. + 3 of column 16 v + 4 i + x / 4."""
     rows, columns = (int(n) for n in cache_rows.shape)
     loaded = load_rows(cache_rows, last_row, "load_v")
     arranged = te.compute(
-        (rows // VALUE_ROWS, columns // VALUE_COLUMNS, VALUE_COLUMNS // 4, VALUE_ROWS // 4, DOT_BYTES),
-        lambda t, v, i, j, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * VALUE_COLUMNS + i * 4 + x // 4],
+        (rows // VALUE_ROWS, columns // DOT_BYTES, DOT_BYTES // 4, VALUE_ROWS // 4, DOT_BYTES),
+        lambda t, v, i, j, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * DOT_BYTES + i * 4 + x // 4],
         name="arrange_v",
     )
     return _codes(arranged, planes, "v")
@@ -142,7 +143,7 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta):
     j, b = te.reduce_axis((0, VALUE_ROWS // 4), name="j"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     product = te.compute(
-        (rows, DIGITS, columns // VALUE_COLUMNS, planes, VALUE_COLUMNS // 4, 4),
+        (rows, DIGITS, columns // DOT_BYTES, planes, DOT_BYTES // 4, 4),
         lambda m, d, v, e, i, lane: te.sum(
             as_i32(code_at(t, v, e, i, j, lane * 4 + b)) * as_i32(digits[m, d, t * VALUE_ROWS + j * 4 + b]),
             axis=[t, j, b],
@@ -151,7 +152,7 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta):
     )
 
     def added(m, e, c):
-        sums = (product[m, d, c // VALUE_COLUMNS, e, c // 4 % (VALUE_COLUMNS // 4), c % 4] for d in range(DIGITS))
+        sums = (product[m, d, c // DOT_BYTES, e, c // 4 % (DOT_BYTES // 4), c % 4] for d in range(DIGITS))
         return accumulator[m, e, c] * row_beta[m] + join(*sums) * down_at(m)
 
     return te.compute(accumulator.shape, added, name="sv")
