@@ -66,3 +66,13 @@ def arm(aarch64_server):
 
     with AArch64Library("arm64-neon", aarch64_server) as library:
         yield library
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
+
+
+@pytest.fixture
+def update_golden(request):
+    """Whether golden files are written instead of compared."""
+    return request.config.getoption("--update-golden")

@@ -9,7 +9,7 @@ import pytest
 from aarch64 import AArch64Library, needs_aarch64
 from operator_calls import assert_close, assert_same_cache, copies, expected, make_call
 from test_definitions import _elementwise
-from test_split_integer import LARGEST_SIGNED, QUERIES, _call, _exact
+from test_split_integer import QUERIES, _call, _exact
 from tvm import tirx
 
 from gqa_tvm import GroupQueryAttention
@@ -138,15 +138,17 @@ def test_many_keys(dot, arm, dominant):
 @needs_aarch64
 @pytest.mark.slow
 @pytest.mark.parametrize("cache,head_size", [("i8", signed.LARGEST_ELEMENTS), ("i4", 480)])
-def test_extreme_codes_and_digits_are_exact(dot, cache, head_size):
-    """All codes and digits at their bounds: equal keys, so that the output is the value."""
+def test_sums_at_their_bounds_do_not_overflow(dot, cache, head_size):
+    """The largest sums of all: keys of the least code win, whose values are the largest code."""
     attributes, inputs = _call(group=1, total=200, cache=cache, head_size=head_size)
-    code = -128 if cache == "i8" else 0
-    inputs["past_key"][:], inputs["past_value"][:] = code, code
-    inputs["query"][:] = LARGEST_SIGNED
     assert dot.variant.owner(KernelSpec("flash_decode", "f32", cache, head_size, 1)) is dot.variant
-    inputs["key"][:], inputs["value"][:] = np.float32(-1e6), np.float32(-1e6)
-    wanted = (-128 if cache == "i8" else -8) * inputs["v_scale"][0]
+    least, largest = (-128, 127) if cache == "i8" else (0, 0xFF)
+    for name, winning, losing in (("past_key", least, largest), ("past_value", largest, least)):
+        inputs[name][:, :, ::2], inputs[name][:, :, 1::2] = winning, losing
+    # No scale: of the numbers just below a power of two the first digit is 127.
+    attributes["scale"], inputs["query"][:], inputs["k_scale"][:] = 1.0, -1.98, 1.0
+    inputs["key"][:], inputs["value"][:] = np.float32(-1e6), np.float32(1e6)
+    wanted = (127 if cache == "i8" else 7) * inputs["v_scale"][0]
     np.testing.assert_allclose(_run(dot, attributes, inputs).output, wanted, rtol=3e-7)
 
 
