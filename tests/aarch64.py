@@ -155,6 +155,9 @@ class AArch64Library:
     def __exit__(self, *_: object) -> None:
         self.machine.close()
 
+    def offered(self, spec: KernelSpec, rows: int) -> KernelSpec:
+        return spec
+
     def kernel(self, spec: KernelSpec) -> Callable[..., None]:
         path, symbol = build_kernel(spec, self.variant), f"__tvm_ffi_{self.variant.symbol(spec)}"
         return lambda *arguments: self.machine.call(path, symbol, arguments)

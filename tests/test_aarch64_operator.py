@@ -31,6 +31,9 @@ class _OnlyAppends:
         self.sizes = self._library.sizes
         self.target, self.target_reason = self._library.target, "for its caches"
 
+    def offered(self, spec, rows):
+        return spec
+
     def kernel(self, spec):
         return self._library.kernel(spec) if spec.operation == "append" else lambda *arguments: None
 
