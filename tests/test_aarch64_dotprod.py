@@ -26,7 +26,7 @@ def test_scale_of_probabilities_fits_three_signed_digits():
     x = np.concatenate([np.geomspace(1e-29, 1, 3000), 2.0 ** np.arange(-90, 1)]).astype(np.float32)
     x = np.concatenate([x, np.nextafter(x, np.float32(0))])
     bits = lambda v: tirx.reinterpret("int32", v)  # noqa: E731
-    up = _elementwise(lambda v: si.scale_up(signed.signed_field(bits(v))), x).astype(np.float64)
+    up = _elementwise(lambda v: si.scale_up(si.signed_field(bits(v), signed.TOP_BIT)), x).astype(np.float64)
     largest = np.rint(x * up)
     assert (largest <= LARGEST_PROBABILITY).all() and (largest >= 2**21).all()
 

@@ -12,22 +12,10 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import (
-    _EXPONENT_BIAS,
-    _LARGEST_FIELD,
-    _MANTISSA_BITS,
-    _SIGNED_MARGIN,
-    QUERY_DIGITS,
-    _i32,
-    fixed_point,
-    join,
-    join_four,
-    load_rows,
-    scale_down,
-    scale_up,
-)
+from .split_integer import QUERY_DIGITS, fixed_point, join, join_four, load_rows, scale_down, scale_up, signed_field
 
-DIGITS = 3
+# Digits of a probability, and the highest bit of its integer.
+DIGITS, TOP_BIT = 3, 22
 DOT_BYTES = 16
 LARGEST_ELEMENTS = 496
 # Rows of values that are arranged together: as many as a vector holds digits for.
@@ -102,16 +90,11 @@ def qk_gemm_digits(digits, down, code_at, shape):
     return te.compute((rows, keys), lambda m, t: joined(m, t) * down[m], name="qk")
 
 
-def signed_field(largest_bits):
-    """As `split_integer.signed_field`, for three digits."""
-    exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + 22) - exponent, _i32(_LARGEST_FIELD))
-
-
 def signed_digit(fixed, d):
     """Digit d (0 is the most significant) of an int32 in [0, 8355711] as int8: the lower ones round up or down."""
-    below = tirx.Select(d == 0, _i32(0x8080), tirx.Select(d == 1, _i32(0x80), _i32(0)))
-    shift = _i32(8 * (DIGITS - 1)) - tirx.Cast("int32", d) * _i32(8)
+    i32 = lambda value: tirx.const(value, "int32")  # noqa: E731 - a typed literal
+    below = tirx.Select(d == 0, i32(0x8080), tirx.Select(d == 1, i32(0x80), i32(0)))
+    shift = i32(8 * (DIGITS - 1)) - tirx.Cast("int32", d) * i32(8)
     return tirx.Cast("int8", (fixed + below) >> shift)
 
 
@@ -120,7 +103,7 @@ def probability_digits(p):
     rows, keys = p.shape
     t = te.reduce_axis((0, keys), name="t")
     largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    field = te.compute((rows,), lambda m: signed_field(tirx.reinterpret("int32", largest[m])), name="p_field")
+    field = te.compute((rows,), lambda m: signed_field(tirx.reinterpret("int32", largest[m]), TOP_BIT), name="p_field")
     zero = tirx.const(0.0, "float32")
     fixed = te.compute(
         (rows, keys),
