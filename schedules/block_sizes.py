@@ -49,7 +49,8 @@ class BlockSizes:
     # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     dot_bytes: int = 64
-    # flash_decode: vectors of the query that stay in registers for a tile of keys, 0 = products take them from memory
+    # flash_decode of several rows: vectors of the query that stay in registers for a tile of keys, 0 = products take
+    # them from memory
     decode_query_vectors: int = 0
 
     def __post_init__(self) -> None:

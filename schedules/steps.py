@@ -144,9 +144,10 @@ def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intri
     sch.tensorize(outer if row_tile > 1 and keys > 1 else inner, intrinsic)
     t, m, lane, v, plane = _own_loops(sch, partial, 5)
     first = v
-    if sizes.decode_query_vectors:
+    if sizes.decode_query_vectors and row_tile > 1:
         planes, vectors = int(sch.get(plane).extent), int(sch.get(v).extent)
-        together = largest_divisor(vectors, max(1, sizes.decode_query_vectors // (row_tile * planes)))
+        # Planes of a key are decoded together and need as many registers again.
+        together = largest_divisor(vectors, max(1, sizes.decode_query_vectors // (row_tile * planes * planes)))
         first, v = sch.split(v, [None, together])
         sch.reorder(first, t)
     # Else key by key in memory order: the hardware prefetcher follows whole rows.
