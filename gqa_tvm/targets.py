@@ -42,7 +42,7 @@ _NEON = frozenset({"asimd"})
 _KIB = 1 << 10
 
 # A new CPU family is a line here, best first within its architecture, and a file of its name in schedules/.
-_FAMILIES = (
+FAMILIES = (
     Target(
         "x86-avx512-vnni",
         "x86-64",
@@ -76,10 +76,10 @@ _FAMILIES = (
     Target("arm64-neon", "aarch64", "generic", _NEON, 16, 32, 256 * _KIB, mattr=("+neon",)),
     Target("generic", "aarch64", "generic", frozenset(), 16, 32, 256 * _KIB),
 )
-TARGETS = tuple(dict.fromkeys(family.name for family in _FAMILIES))
-ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in _FAMILIES))
+TARGETS = tuple(dict.fromkeys(family.name for family in FAMILIES))
+ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES))
 # Best first. The fallback of a target is the next one its architecture lists.
-FALLBACKS = {name: tuple(f.name for f in _FAMILIES if f.architecture == name) for name in ARCHITECTURES}
+FALLBACKS = {name: tuple(f.name for f in FAMILIES if f.architecture == name) for name in ARCHITECTURES}
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,10 @@ def find_target(name: str, wanted_architecture: str | None = None) -> Target:
 
     Raises InvalidArgument for a name that there is not.
     """
-    named = [family for family in _FAMILIES if family.name == name]
+    named = [family for family in FAMILIES if family.name == name]
     if not named:
-        raise InvalidArgument(f"unknown target {name!r}; known: {', '.join(TARGETS)}")
+        known = dict.fromkeys(family.name for family in FAMILIES)
+        raise InvalidArgument(f"unknown target {name!r}; known: {', '.join(known)}")
     wanted = wanted_architecture or architecture()
     found = next((family for family in named if family.architecture == wanted), None)
     if found is None and (wanted_architecture is not None or len(named) > 1):
@@ -143,7 +144,7 @@ _confirmed: frozenset[str] | None = None
 def confirm_features(has: Callable[[str], bool]) -> None:
     """Ask the CPU itself, of which `has` knows a feature by its name, for all that the targets need."""
     global _confirmed
-    _confirmed = frozenset(name for family in _FAMILIES for name in family.features if has(name))
+    _confirmed = frozenset(name for family in FAMILIES for name in family.features if has(name))
 
 
 def cpu_features() -> frozenset[str]:
@@ -170,20 +171,22 @@ def missing_features(target: str) -> frozenset[str]:
 
 def own_chain() -> tuple[str, ...]:
     """The targets of this machine's architecture, best first."""
-    return FALLBACKS.get(architecture(), ("generic",))
+    here = architecture()
+    return tuple(family.name for family in FAMILIES if family.architecture == here) or ("generic",)
 
 
-def best_target(among: Iterable[str] = TARGETS) -> str:
+def best_target(among: Iterable[str] | None = None) -> str:
     """The first target of this architecture's chain that this CPU can run; GQA_TVM_TARGET forces one.
 
-    among: those to choose from. Raises InvalidArgument if none of them runs here.
+    among: those to choose from, None = all. Raises InvalidArgument if none of them runs here.
     """
     forced = os.environ.get("GQA_TVM_TARGET")
     if forced:
         require_runnable(forced)
         return forced
-    offered = set(among)
-    for target in own_chain():
+    chain = own_chain()
+    offered = set(chain if among is None else among)
+    for target in chain:
         if target in offered and not missing_features(target):
             return target
     raise InvalidArgument(f"none of the targets {', '.join(sorted(offered))} runs on this CPU ({architecture()})")
@@ -212,7 +215,7 @@ def target_facts(target: Target) -> TargetFacts:
         "l2_bytes": (_cache_bytes(2) if here else 0) or target.l2_bytes,
         "cores": usable_cores() if here else 1,
     }
-    return replace(family_facts(target), **{**numbers, **_overrides(numbers)})  # type: ignore[arg-type]
+    return replace(family_facts(target), **{**numbers, **_overrides(target, numbers)})  # type: ignore[arg-type]
 
 
 def family_facts(target: Target) -> TargetFacts:
@@ -231,16 +234,20 @@ def family_facts(target: Target) -> TargetFacts:
     )
 
 
-def _overrides(known: dict[str, int]) -> dict[str, int]:
+def _overrides(target: Target, known: dict[str, int]) -> dict[str, int]:
+    """What GQA_TVM_FACTS says of the numbers that facts have for this machine."""
     text = os.environ.get("GQA_TVM_FACTS", "")
     try:
         pairs = [item.split("=") for item in text.split(",") if item]
         overrides = {name.strip(): int(value) for name, value in pairs}
     except ValueError:
         raise InvalidArgument(f"GQA_TVM_FACTS must look like l2_bytes=262144,cores=4, got {text!r}") from None
+    choices = {"vector_bytes": (16, 32, 64), "dot_bytes": (0, target.dot_bytes)}
     for name, value in overrides.items():
-        if name not in known or value < (0 if name == "dot_bytes" else 1):
+        if name not in known or value < 0 or (value == 0 and name not in choices):
             raise InvalidArgument(f"GQA_TVM_FACTS: {name}={value}; known: {', '.join(known)}, positive")
+        if value not in choices.get(name, (value,)):
+            raise InvalidArgument(f"GQA_TVM_FACTS: {name} must be one of {choices[name]}, got {value}")
     return overrides
 
 

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from ..kernels import KernelSpec
     from ..targets import TargetFacts
 
-# Bytes of a cache row that one vector of the integer dot product takes, and how many its sums have room for.
-_DOT_BYTES = 64
-_DOT_COLUMNS = 1024
+# How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
+_DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
+# Kernels of less than float32's precision are there for this instruction.
+_REDUCIBLE_DOT_BYTES = 64
 _DOT_KEYS = 256
 
 
@@ -49,11 +50,15 @@ class BlockSizes:
     # vectors in flight in elementwise loops and in reductions over the keys
     elementwise_vectors: int = 2
     reduction_vectors: int = 3
-    # flash_decode by integer dot products: for these cache formats and row tiles
+    # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     # flash_prefill by integer dot products: for these cache formats, in blocks of so many keys
     split_prefill: tuple[str, ...] = ()
     split_kv_block: int = 128
+    dot_bytes: int = 64
+    # flash_decode of several rows: vectors of the query that stay in registers for a tile of keys, 0 = products take
+    # them from memory
+    decode_query_vectors: int = 0
 
     def __post_init__(self) -> None:
         for value, divisor, what in (
@@ -90,13 +95,16 @@ class BlockSizes:
 
         A precision below float32's has fewer of them: they are faster for any number of rows.
         """
-        fits = columns % _DOT_BYTES == 0 and columns <= _DOT_COLUMNS and self.decode_kv_block <= _DOT_KEYS
         faster = dict(self.split_integers).get(cache, ())
-        return fits and (bool(faster) if precision else row_tile in faster)
+        if self.decode_kv_block > _DOT_KEYS or not faster:
+            return False
+        if self.dot_bytes != _REDUCIBLE_DOT_BYTES if precision else row_tile not in faster:
+            return False
+        return columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS[self.dot_bytes][cache]
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
-        return cache in self.split_prefill and columns % _DOT_BYTES == 0 and columns <= _PREFILL_COLUMNS
+        return cache in self.split_prefill and columns % self.dot_bytes == 0 and columns <= _PREFILL_COLUMNS
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
@@ -111,12 +119,19 @@ class BlockSizes:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
-# Where integer dot products are faster than float32, by bytes of a dot product; measured on Zen 4.
-_SPLIT_INTEGERS = {64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8)))}
+# Where integer dot products are faster than float32, by bytes of a dot product: 64 measured on Zen 4, 16 are fewer
+# instructions.
+_SPLIT_INTEGERS = {
+    64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+    16: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+}
 _SPLIT_PREFILL = {64: ("i8", "i4")}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
+_SHORTEST_TAIL = 16
 _LARGEST_USUAL_HEAD = 256
+# Where a multiply-add takes no operand from memory: with a load for each, decoding took a quarter more instructions.
+_LOADS_OPERANDS = ("aarch64",)
 
 
 def default_block_sizes(facts: TargetFacts) -> BlockSizes:
@@ -128,17 +143,18 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
     lanes = facts.lanes()
     # Without fused multiply-add a product needs a register before it is added.
     registers = facts.vector_registers if facts.fused_multiply_add else facts.vector_registers - 4
-    qk, sv = _QK_TILES[registers], _SV_TILES[registers]
-    row_block = qk[1] * lanes
+    qk, sv = _tile(_QK_TILES, registers), _tile(_SV_TILES, registers)
+    row_block = math.lcm(qk[1] * lanes, sv[0])
     q_block = row_block * max(1, (48 if facts.vector_registers * lanes < 512 else 96) // row_block)
-    kv_block = _kv_block(facts, math.lcm(lanes, qk[0]), q_block)
+    key_step = math.lcm(lanes, qk[0])
+    kv_block = _kv_block(facts, key_step, q_block)
     return BlockSizes(
         lanes=lanes,
         q_block=q_block,
         small_q_blocks=tuple(rows for rows in (64, 48, 32) if rows < q_block),
         naive_q_block=2 * lanes,
         kv_block=kv_block,
-        kv_tail_block=max(16, math.lcm(lanes, qk[0])),
+        kv_tail_block=-(-_SHORTEST_TAIL // key_step) * key_step,
         qk_key_tile=qk[0],
         qk_row_vectors=qk[1],
         sv_row_tile=sv[0],
@@ -146,18 +162,25 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_kv_block=64,
         decode_rows=32,
         few_rows=16,
-        decode_accumulators=16 if facts.vector_registers == 32 else 8,
+        decode_accumulators=16 if facts.vector_registers >= 32 else 8,
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
         split_prefill=_SPLIT_PREFILL.get(facts.dot_bytes, ()),
+        dot_bytes=facts.dot_bytes or 64,
+        decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,
     )
 
 
 # Accumulators by registers: keys x vectors of rows, rows x vectors of columns. They leave room for a row of operands
 # and a broadcast, and divide the usual blocks.
-_QK_TILES = {32: (8, 3), 16: (6, 2), 12: (4, 2)}
-_SV_TILES = {32: (6, 4), 16: (6, 2), 12: (4, 2)}
+_QK_TILES = {32: (8, 3), 16: (6, 2), 12: (4, 2), 0: (2, 2)}
+_SV_TILES = {32: (6, 4), 16: (6, 2), 12: (4, 2), 0: (2, 2)}
+
+
+def _tile(tiles: dict[int, tuple[int, int]], registers: int) -> tuple[int, int]:
+    """The largest tile for so many registers."""
+    return tiles[max(needed for needed in tiles if needed <= registers)]
 
 
 def _kv_block(facts: TargetFacts, step: int, q_block: int) -> int:
@@ -177,6 +200,8 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
+    if spec.operation == "qk_gemm" and sizes.dot_bytes != _REDUCIBLE_DOT_BYTES:
+        return False
     return spec.operation in ("flash_decode", "qk_gemm") and sizes.splits_integers(
         spec.cache, spec.cache_columns, spec.row_tile, spec.precision
     )

@@ -143,13 +143,20 @@ def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intri
         sch.vectorize(zero)
     sch.tensorize(outer if row_tile > 1 and keys > 1 else inner, intrinsic)
     t, m, lane, v, plane = _own_loops(sch, partial, 5)
-    # Key by key in memory order: the hardware prefetcher follows whole rows.
+    first = v
+    if sizes.decode_query_vectors and row_tile > 1:
+        planes, vectors = int(sch.get(plane).extent), int(sch.get(v).extent)
+        # Planes of a key are decoded together and need as many registers again.
+        together = largest_divisor(vectors, max(1, sizes.decode_query_vectors // (row_tile * planes * planes)))
+        first, v = sch.split(v, [None, together])
+        sch.reorder(first, t)
+    # Else key by key in memory order: the hardware prefetcher follows whole rows.
     sch.reorder(t, v, plane, m, lane)
     for loop in (t, v, plane, m):
         sch.unroll(loop)
     sch.vectorize(lane)
     inline_or_decode(sch, "dequantize_k", sizes.lanes, padded)
-    init = sch.decompose_reduction(partial, v)
+    init = sch.decompose_reduction(partial, first)
     for loop in _own_loops(sch, init, 3)[:-1]:
         sch.unroll(loop)
 

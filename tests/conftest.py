@@ -60,3 +60,30 @@ def services(library):
     services = Services(library)
     services.set_num_threads(2)
     return services
+
+
+@pytest.fixture(scope="session")
+def aarch64_server(tmp_path_factory):
+    """The program that runs kernels under qemu."""
+    from aarch64 import LAUNCHER, NATIVE, compile_program
+
+    return compile_program(tmp_path_factory.mktemp("aarch64") / "server", NATIVE / "kernel_server.c", LAUNCHER)
+
+
+@pytest.fixture(scope="module")
+def arm(aarch64_server):
+    """The kernels of arm64-neon on an emulated CPU."""
+    from aarch64 import AArch64Library
+
+    with AArch64Library("arm64-neon", aarch64_server) as library:
+        yield library
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
+
+
+@pytest.fixture
+def update_golden(request):
+    """Whether golden files are written instead of compared."""
+    return request.config.getoption("--update-golden")

@@ -67,10 +67,13 @@ def decode_digits(precision: str) -> tuple[int, int]:
     return _DECODE_DIGITS[precision]
 
 
-def signed_field(largest_bits):
-    """Exponent field f of the scale 2^(f - 127) of a row of four digits, from the bits of its largest magnitude."""
+def signed_field(largest_bits, top_bit: int = 30):
+    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite).
+
+    top_bit: highest one of the integers, a multiple of 8 less 2.
+    """
     exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + 30) - exponent, _i32(_LARGEST_FIELD))
+    return tirx.min(_i32(2 * _EXPONENT_BIAS + top_bit) - exponent, _i32(_LARGEST_FIELD))
 
 
 def unsigned_field(largest_bits, digits: int):

@@ -7,18 +7,19 @@ so a result depends on neither the number of threads nor the other entries of th
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tvm import te, tirx
 from tvm.script import tirx as T
 
+from ..definitions import split_signed
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
-from ..definitions.split_integer import accumulator_position
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
+from . import split_rows, split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
@@ -31,7 +32,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, emit_qk_split, qk_split_step, split_rows, sv_split_step
+from .split_rows import QK_KEYS
 from .visible_values import allocate_value_check, check_values, emit_values
 
 _FEW_ROWS = 2
@@ -52,6 +53,13 @@ class DecodeShape(NamedTuple):
     @property
     def rows(self) -> int:
         return self.row_tile * self.row_tiles
+
+
+class SvSteps(NamedTuple):
+    """SV over a block of which some rows may not exist, and where it has code of its own, over one that is whole."""
+
+    some_rows: Any
+    all_rows: Any = None
 
 
 def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
@@ -83,10 +91,10 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
-    if isinstance(operands, SplitRows):
+def _emit_qk(spec, shape, step, split, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
+    if split:
         tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
-        emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+        split.emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
         return
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
@@ -105,16 +113,26 @@ def _emit_softmax(shape, step, scores, m, l, alpha, tile):
         splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
 
 
-def _emit_sv(spec, shape, step, block: CacheBlock, largest, rows, p, acc, alpha, tile):
+def _emit_sv(spec, shape, steps: SvSteps, block: CacheBlock, largest, rows, p, acc, alpha, tile):
     R = shape.row_tile
 
-    def blocked() -> None:
+    def emit(step) -> None:
         region = cache_region(spec, block)
         with T.sblock("sv_step"):
             T.reads(region, whole(p), whole(acc), whole(alpha))
             T.writes(whole(acc))
             cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
             splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+
+    def blocked() -> None:
+        if steps.all_rows is None:
+            emit(steps.some_rows)
+            return
+        with T.If(block.last >= block.kv_block - 1):
+            with T.Then():
+                emit(steps.all_rows)
+            with T.Else():
+                emit(steps.some_rows)
 
     emit_values(spec, block, largest, rows, lambda r, t: p[r, t], acc, alpha, (tile * R, R), blocked)
 
@@ -140,19 +158,26 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
         )
 
 
-def _query_operands(spec: KernelSpec, shape: DecodeShape, splits: bool, query):
+def _split_form(spec: KernelSpec, sizes):
+    """The module that multiplies by integer dot products, None = float32."""
+    if not sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile, spec.precision):
+        return None
+    return split_signed_rows if sizes.dot_bytes == split_signed.DOT_BYTES else split_rows
+
+
+def _query_operands(spec: KernelSpec, shape: DecodeShape, split, query):
     """What the QK step takes of the rows: the rows, or their digits."""
-    return allocate_split_rows(spec, shape.rows) if splits else (query,)
+    return split.allocate_split_rows(spec, shape.rows) if split else (query,)
 
 
-def _split_queries(spec: KernelSpec, splits: bool, query, count, operands):
-    if splits:
-        split_rows(spec, query, count, operands)
+def _split_queries(spec: KernelSpec, split, query, count, operands):
+    if split:
+        split.split_rows(spec, query, count, operands)
 
 
-def _align_stack(shape: DecodeShape, splits: bool, rows, count):
+def _align_stack(shape: DecodeShape, split, rows, count):
     # `split_rows` does so too. Few rows keep their vectors in registers, and need the one that an aligned stack takes.
-    if not splits and shape.row_tile > _FEW_ROWS and shape.lanes > _STACK_LANES:
+    if not split and shape.row_tile > _FEW_ROWS and shape.lanes > _STACK_LANES:
         align_stack(rows, count, shape.lanes)
 
 
@@ -193,10 +218,10 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    splits = sizes.splits_integers(spec.cache, spec.cache_columns, R, spec.precision)
-    qk = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
-    sv = sv_split_step(spec, R, BC) if splits else sv_rows_first_step(spec, shape)
-    position = accumulator_position if splits else same_position
+    split = _split_form(spec, sizes)
+    qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
+    position = split.accumulator_position if split else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -252,7 +277,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 vk: T.let = ak
                 rows = T.meta_var(allocate_row_block(rows_per_task))
                 query = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
-                operands = T.meta_var(_query_operands(spec, shape, splits, query))
+                operands = T.meta_var(_query_operands(spec, shape, split, query))
                 acc = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
                 m = T.sblock_alloc_buffer((rows_per_task,))
                 l = T.sblock_alloc_buffer((rows_per_task,))
@@ -271,9 +296,9 @@ def flash_decode(spec: KernelSpec, sizes):
                 first_block: T.let = T.Cast("int32", chunk_begin) // BC
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
-                    _align_stack(shape, splits, rows, active * R)
+                    _align_stack(shape, split, rows, active * R)
                     _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
-                    _split_queries(spec, splits, query, active * R, operands)
+                    _split_queries(spec, split, query, active * R, operands)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
@@ -282,7 +307,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, keys, values, operands, tile, scores)
+                        _emit_qk(spec, shape, qk, split, keys, values, operands, tile, scores)
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
                         _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)

@@ -10,10 +10,19 @@ from tvm.script import tirx as T
 from ..definitions import split_integer as si
 from ..definitions.half import magnitude_bits
 from ..definitions.kv_quantize import CACHE_DTYPES
+from ..definitions.split_integer import accumulator_position
 from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .splice import make_step, splice, whole
 
+__all__ = [
+    "accumulator_position",
+    "allocate_split_rows",
+    "emit_qk_split",
+    "qk_split_step",
+    "split_rows",
+    "sv_split_steps",
+]
 # Keys of a QK step; between the steps, cache rows that are needed soon are fetched.
 QK_KEYS = 16
 _LINE_BYTES = 64
@@ -104,7 +113,7 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     return make_step([cache_rows, last_row, digits, offsets, down, scores])
 
 
-def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
+def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
     cache_rows, last_row = stored_rows(spec, kv_block)
     planes = spec.cache_planes
@@ -114,7 +123,7 @@ def sv_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
     code_at = si.value_vectors(cache_rows, last_row, planes)
     result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, spec.cache_columns // si.DOT_BYTES)
-    return make_step([cache_rows, last_row, p, accumulator, beta, result])
+    return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
 
 def _fetch_rows(spec: KernelSpec, cache, b, n, first, total, lines: int) -> None:

@@ -1,0 +1,176 @@
+"""Decode by integer dot products on AArch64: digits, and results under qemu against float64 and the float32 kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aarch64 import AArch64Library, needs_aarch64
+from operator_calls import assert_close, assert_same_cache, copies, expected, make_call
+from test_definitions import _elementwise
+from test_split_integer import QUERIES, _call, _exact
+from tvm import tirx
+
+from gqa_tvm import GroupQueryAttention
+from gqa_tvm.definitions import split_integer as si
+from gqa_tvm.definitions import split_signed as signed
+from gqa_tvm.kernels import KernelSpec
+from gqa_tvm.variants import family_variant
+
+TARGET = "arm64-neon-dotprod"
+LARGEST_PROBABILITY = 127 * (2**16 + 2**8 + 1)
+
+
+def test_scale_of_probabilities_fits_three_signed_digits():
+    x = np.concatenate([np.geomspace(1e-29, 1, 3000), 2.0 ** np.arange(-90, 1)]).astype(np.float32)
+    x = np.concatenate([x, np.nextafter(x, np.float32(0))])
+    bits = lambda v: tirx.reinterpret("int32", v)  # noqa: E731
+    up = _elementwise(lambda v: si.scale_up(si.signed_field(bits(v), signed.TOP_BIT)), x).astype(np.float64)
+    largest = np.rint(x * up)
+    assert (largest <= LARGEST_PROBABILITY).all() and (largest >= 2**21).all()
+
+
+def test_signed_digits_reconstruct_probabilities():
+    fixed = np.concatenate([[127, 128, 32767, 32768, LARGEST_PROBABILITY], np.arange(0, LARGEST_PROBABILITY, 997)])
+    value = 0
+    for d in range(signed.DIGITS):
+        digit = _elementwise(
+            lambda v, d=d: signed.signed_digit(v, tirx.const(d, "int32")), fixed.astype(np.int32), "int8"
+        )
+        value = value * 256 + digit.astype(np.int64)
+    np.testing.assert_array_equal(value, fixed)
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_nibbles_are_sixteen_times_the_code(plane):
+    stored = np.arange(256, dtype=np.uint8)
+
+    def as_int32(byte):
+        nibble = signed.signed_nibble(tirx.Cast("uint8", byte), tirx.const(plane, "int32"))
+        return tirx.Cast("int32", nibble)
+
+    got = _elementwise(as_int32, stored.astype(np.int32), "int32")
+    np.testing.assert_array_equal(got, 16 * ((stored >> 4 * plane & 15).astype(np.int32) - 8))
+
+
+def test_which_kernels_are_its_own():
+    variant = family_variant(TARGET, "aarch64")
+    owner = lambda name: variant.owner(KernelSpec.parse(name)).target.name  # noqa: E731
+    for name in ("flash_decode_f32_i8_h80_r3", "flash_decode_f32_i4_h64_r8", "flash_decode_f32_i8_h256_r1"):
+        assert owner(name) == TARGET
+    # Rows that are no multiple of a vector, other formats, other steps; wider rows could overflow.
+    for name in ("i4_h80_r1", "i8_h72_r1", "f32_h64_r1", "i8_h512_r1", "i4_h512_r1"):
+        assert owner(f"flash_decode_f32_{name}") == "arm64-neon"
+    assert owner("flash_prefill_f32_i8_h64") == owner("append_f32_i8_h64") == "arm64-neon"
+    sizes = variant.sizes.default
+    assert not replace(sizes, decode_kv_block=512).splits_integers("i8", 64, 1)
+    for products in (signed.LARGEST_ELEMENTS, si.LARGEST_KEYS):
+        assert 128 * 128 * products * (2**8 + 1) < 2**31
+
+
+@pytest.fixture(scope="module")
+def dot(aarch64_server):
+    with AArch64Library(TARGET, aarch64_server) as library:
+        yield library
+
+
+def _run(library, attributes, inputs):
+    op = GroupQueryAttention(**attributes)
+    op._library = library
+    return op(**copies(inputs))
+
+
+def _assert_as_float32(dot, arm, attributes, inputs, units=2e-7):
+    """The error against float64 is not twice that of float32 products, but for rounding units of the output."""
+    integer, single = (_run(library, attributes, inputs) for library in (dot, arm))
+    assert_same_cache(integer, single)
+    exact = _exact(attributes, inputs, single.present_key, single.present_value)
+    errors = [float(np.abs(result.output - exact).max()) for result in (integer, single)]
+    assert errors[0] <= 2 * errors[1] + units * np.abs(exact).max(), errors
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["i8", "i8-channel", "i4"])
+@pytest.mark.parametrize("kind", QUERIES)
+def test_errors_are_those_of_float32(dot, arm, kind, cache):
+    attributes, inputs = _call(cache=cache)
+    QUERIES[kind](inputs)
+    _assert_as_float32(dot, arm, attributes, inputs)
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 4, 5])
+def test_row_tiles(dot, arm, group):
+    for cache in ("i8", "i4"):
+        for total in (1, 63, 65, 1030):
+            _assert_as_float32(dot, arm, *_call(group, total=total, cache=cache), units=4e-7)
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("cache,head_size", [("i8", 80), ("i8-channel", 128), ("i4-channel", 128), ("i4", 80)])
+def test_head_sizes(dot, cache, head_size):
+    for total in (63, 1100):
+        attributes, inputs = make_call(cache, total=total, head_size=head_size)
+        assert_close(_run(dot, attributes, inputs).output, expected(attributes, inputs).output)
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("dominant", [False, True], ids=["uniform", "one dominant key"])
+def test_many_keys(dot, arm, dominant):
+    attributes, inputs = _call(group=1, total=50_000)
+    attributes["scale"] = 1.0
+    inputs["query"][:] = 0
+    inputs["query"][..., 0] = 1
+    inputs["past_key"][..., 0] = 0
+    inputs["key"][:] = 0
+    if dominant:
+        # exp(-12) a key: all others together weigh 0.3 of the dominant one.
+        inputs["k_scale"][:] = 12 / 127
+        inputs["past_key"][..., 31_415, 0] = 127
+    _assert_as_float32(dot, arm, attributes, inputs)
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("cache,head_size", [("i8", signed.LARGEST_ELEMENTS), ("i4", 480)])
+def test_sums_at_their_bounds_do_not_overflow(dot, cache, head_size):
+    """The largest sums of all: keys of the least code win, whose values are the largest code."""
+    attributes, inputs = _call(group=1, total=200, cache=cache, head_size=head_size)
+    assert dot.variant.owner(KernelSpec("flash_decode", "f32", cache, head_size, 1)) is dot.variant
+    least, largest = (-128, 127) if cache == "i8" else (0, 0xFF)
+    for name, winning, losing in (("past_key", least, largest), ("past_value", largest, least)):
+        inputs[name][:, :, ::2], inputs[name][:, :, 1::2] = winning, losing
+    # No scale: of the numbers just below a power of two the first digit is 127.
+    attributes["scale"], inputs["query"][:], inputs["k_scale"][:] = 1.0, -1.98, 1.0
+    inputs["key"][:], inputs["value"][:] = np.float32(-1e6), np.float32(1e6)
+    wanted = (127 if cache == "i8" else 7) * inputs["v_scale"][0]
+    np.testing.assert_allclose(_run(dot, attributes, inputs).output, wanted, rtol=3e-7)
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_a_query_that_is_not_finite_gives_nan_in_its_row_alone(dot, bad):
+    attributes, inputs = _call(group=2)
+    wanted = _run(dot, attributes, inputs).output
+    inputs["query"][..., 3] = bad
+    output = _run(dot, attributes, inputs).output
+    assert np.isnan(output[..., :64]).all()
+    np.testing.assert_array_equal(output[..., 64:], wanted[..., 64:])
+
+
+@needs_aarch64
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "choice", [{"softcap": 3.0}, {"local_window_size": 20}, {"smooth_softmax": 1}, {"causal": 0}], ids=str
+)
+def test_choices_of_a_call(dot, choice):
+    for tokens, total in ((1, 130), (1, 1100), (2, 90)):
+        attributes, inputs = make_call("i8-channel", tokens=tokens, total=total)
+        attributes |= choice
+        assert_close(_run(dot, attributes, inputs).output, expected(attributes, inputs).output)
