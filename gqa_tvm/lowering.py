@@ -157,7 +157,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
     ]
 
 
-def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
+def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """Whether small buffers must keep storage of their own.
 
     Shared with one that is indexed at run time, the vectors of a split-integer product would go through memory.
@@ -169,11 +169,16 @@ def _multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
 def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     """The kernel as LLVM's code generator takes it."""
     owner = variant.owner(spec)
-    target, sizes = owner.target, owner.sizes.sizes(spec)
+    reuse_storage = not multiplies_digits(spec, owner.sizes.sizes(spec))
+    return lower(scheduled_module(spec, owner), owner.target, reuse_storage)
+
+
+def lower(scheduled: tvm.IRModule, target: Target, reuse_storage: bool) -> tvm.IRModule:
+    """Scheduled TensorIR as LLVM's code generator takes it. reuse_storage: see `multiplies_digits`."""
     tvm_target = _tvm_target(target)
-    mod = tirx.transform.BindTarget(tvm_target)(scheduled_module(spec, owner))
+    mod = tirx.transform.BindTarget(tvm_target)(scheduled)
     with tvm_target:
-        return tvm.ir.transform.Sequential(_passes(target, not _multiplies_digits(spec, sizes)))(mod)
+        return tvm.ir.transform.Sequential(_passes(target, reuse_storage))(mod)
 
 
 def generate_code(lowered: tvm.IRModule, target: Target):

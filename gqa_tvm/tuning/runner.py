@@ -1,0 +1,58 @@
+"""Runners of candidates: this machine, or another one behind TVM's RPC tracker."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import Any
+
+import tvm
+from tvm.s_tir import meta_schedule as ms
+
+from .workload import sane_array
+
+_RUN_SECONDS = 60
+# A repeat shorter than this measures the clock: tiny kernels are run many times in one.
+_REPEAT_MILLISECONDS = 20
+_REPEATS = 5
+
+
+def evaluator_config() -> Any:
+    return ms.runner.EvaluatorConfig(
+        number=1, repeat=_REPEATS, min_repeat_ms=_REPEAT_MILLISECONDS, enable_cpu_cache_flush=False
+    )
+
+
+def _use_threads(threads: int) -> None:
+    """Before TVM's thread pool starts in a runner process; pinned workers would share a core with others."""
+    os.environ["TVM_NUM_THREADS"] = str(threads)
+    os.environ["TVM_BIND_THREADS"] = "0"
+
+
+def allocate(device: Any, arguments: Any, repeats: int) -> list[list[Any]]:
+    """Tensors for a workload's parameters."""
+    made = [tvm.runtime.tensor(sane_array(tuple(map(int, shape)), dtype), device) for _, dtype, shape in arguments]
+    return [made for _ in range(repeats)]
+
+
+def _allocate_remote(_session: Any, device: Any, arguments: Any, repeats: int) -> list[list[Any]]:
+    return allocate(device, arguments, repeats)
+
+
+def local_runner(threads: int) -> Any:
+    """Runs candidates in a process of their own with TVM's thread pool of so many threads."""
+    return ms.runner.LocalRunner(
+        timeout_sec=_RUN_SECONDS,
+        evaluator_config=evaluator_config(),
+        f_alloc_argument=allocate,
+        initializer=partial(_use_threads, threads),
+    )
+
+
+def rpc_runner(address: str, device_key: str) -> Any:
+    """Runs candidates on a device of the tracker at host:port; threads are those that its server was started with."""
+    host, _, port = address.rpartition(":")
+    config = ms.runner.RPCConfig(host, int(port), device_key, 1, _RUN_SECONDS)
+    return ms.runner.RPCRunner(
+        rpc_config=config, evaluator_config=evaluator_config(), f_alloc_argument=_allocate_remote
+    )
