@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gqa_tvm.cli_tune import add_tune_arguments, run_tune
+
 if TYPE_CHECKING:
     from gqa_tvm.language_model.calibration import LayerMagnitudes
     from gqa_tvm.language_model.load import LanguageModel
@@ -217,6 +219,7 @@ def _info(options: argparse.Namespace) -> int:
     print(f"chosen: {variant.target.name}")
     for name, value in {**asdict(target_facts(variant.target)), **variant.sizes.default.as_dict()}.items():
         print(f"  {name:20} {value}")
+    print(f"tuned sizes: {variant.sizes.origins()}")
     directory = kernel_directory(variant)
     print(f"kernels: {len(list(directory.glob('*.so')))} in {directory}")
     return 0
@@ -240,6 +243,7 @@ COMMANDS = (
     Command("generate", "answer a prompt with SmolLM2", _add_generate_arguments, _generate),
     Command("demo", "answer a prompt, then compare all caches", _add_model_arguments, _demo),
     Command("build", "build kernels ahead for this CPU", _add_build_arguments, _build),
+    Command("tune", "search faster block sizes for this CPU, or another one over RPC", add_tune_arguments, run_tune),
     Command("info", "show this CPU's target and the kernels built for it", _add_no_arguments, _info),
 )
 

@@ -83,7 +83,7 @@ class SizesTable:
 
     def choose(self, spec: KernelSpec, group_size: int, total: int, threads: int) -> TunedKernel:
         """The kernel for T = `total` keys: of the exact record, of the nearest one, or with default sizes."""
-        found = self._by_shape.get((spec.name, group_size))
+        found = self._by_shape.get((spec.name, group_size)) or self._of_any_group(spec)
         if not found:
             return TunedKernel(spec, self.default, "default")
         bucket = total_bucket(total)
@@ -93,9 +93,23 @@ class SizesTable:
         origin = f"tuned at T={record.total}, {record.threads} threads ({'exact' if exact else 'nearest'})"
         return TunedKernel(replace(spec, tuned=record.digest), self._by_digest[record.digest], origin)
 
+    def _of_any_group(self, spec: KernelSpec) -> list[TunedRecord]:
+        """Records of flash_prefill, whose rows are the same to it whatever their group, of the least G that has any."""
+        if spec.operation != "flash_prefill":
+            return []
+        groups = [group for kernel, group in self._by_shape if kernel == spec.name]
+        return self._by_shape[spec.name, min(groups)] if groups else []
+
     def tuned_specs(self) -> set[KernelSpec]:
         """Every kernel that `choose` may return besides those with default sizes."""
         return {replace(KernelSpec.parse(r.kernel), tuned=r.digest) for r in self.records if r.digest}
+
+    def origins(self) -> str:
+        """Which kernels have records, in words."""
+        if not self.records:
+            return "none, the defaults serve"
+        kernels = sorted({f"{record.kernel} G={record.group_size}" for record in self.records})
+        return f"{len(self.records)} records of {', '.join(kernels)}; the defaults serve all others"
 
     def as_dict(self) -> dict[str, Any]:
         return {"default": self.default.as_dict(), "records": [asdict(record) for record in self.records]}

@@ -49,10 +49,16 @@ def local_runner(threads: int) -> Any:
     )
 
 
-def rpc_runner(address: str, device_key: str) -> Any:
-    """Runs candidates on a device of the tracker at host:port; threads are those that its server was started with."""
+def rpc_config(address: str, device_key: str) -> Any:
+    """address: host:port of the tracker."""
     host, _, port = address.rpartition(":")
-    config = ms.runner.RPCConfig(host, int(port), device_key, 1, _RUN_SECONDS)
+    return ms.runner.RPCConfig(host, int(port), device_key, 1, _RUN_SECONDS)
+
+
+def rpc_runner(address: str, device_key: str) -> Any:
+    """Runs candidates on a device of the tracker; threads are those that its server was started with."""
     return ms.runner.RPCRunner(
-        rpc_config=config, evaluator_config=evaluator_config(), f_alloc_argument=_allocate_remote
+        rpc_config=rpc_config(address, device_key),
+        evaluator_config=evaluator_config(),
+        f_alloc_argument=_allocate_remote,
     )

@@ -15,22 +15,6 @@ from ..lowering import fitted_sizes
 from ..schedules.block_sizes import BlockSizes
 from ..targets import TargetFacts
 
-# What tuning may change, by operation; records hold all of them, so that they mean the same beside other defaults.
-TUNED_FIELDS = {
-    "flash_prefill": (
-        *("q_block", "kv_block", "kv_tail_block"),
-        *("qk_key_tile", "qk_row_vectors", "sv_row_tile", "sv_column_vectors"),
-        *("elementwise_vectors", "reduction_vectors"),
-    ),
-    "flash_decode": (
-        *("decode_kv_block", "decode_accumulators", "kv_chunk", "split_integers"),
-        *("decode_sv_unroll", "key_vectors"),
-    ),
-}
-INNER_FIELDS = {
-    "flash_prefill": TUNED_FIELDS["flash_prefill"][3:],
-    "flash_decode": ("decode_sv_unroll", "key_vectors"),
-}
 _Q_BLOCKS = (64, 96, 128)
 _KV_BLOCKS = (32, 64, 128)
 _DECODE_KV_BLOCKS = (32, 64, 128)
@@ -143,10 +127,3 @@ def worth_measuring(spec: KernelSpec, sizes: BlockSizes, facts: TargetFacts) -> 
     most = facts.vector_registers - _OPERAND_REGISTERS
     tiles = sizes.qk_key_tile * sizes.qk_row_vectors, sizes.sv_row_tile * sizes.sv_column_vectors
     return all(4 <= tile <= most for tile in tiles)
-
-
-def tuned_fields(spec: KernelSpec, sizes: BlockSizes, default: BlockSizes) -> dict[str, Any]:
-    """What a record holds: every field that tuning may change; {} for what the default gives."""
-    if sizes == fitted_sizes(spec, default):
-        return {}
-    return {field: getattr(sizes, field) for field in TUNED_FIELDS[spec.operation]}

@@ -114,9 +114,7 @@ class SampledSearch(ms.search_strategy.PySearchStrategy):
 
     def _candidate(self, point: tuple[int, ...]) -> ms.MeasureCandidate:
         schedule = self.shared.replay(decide(self.trace, point))
-        return ms.MeasureCandidate(
-            schedule, ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=False)
-        )
+        return ms.MeasureCandidate(schedule, ms.arg_info.ArgInfo.from_entry_func(schedule.mod, remove_preproc=False))
 
     def _evolve(self, fresh: list[tuple[int, ...]], count: int) -> list[tuple[int, ...]]:
         """The most promising of the points near the fastest ones, and one at random."""

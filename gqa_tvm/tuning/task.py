@@ -94,5 +94,9 @@ def usual_tasks(
                 yield Task(decode, group, totals, threads)
             for rows in (0, *small_q_blocks):
                 prefill = KernelSpec("flash_prefill", "f32", cache, head_size, rows)
-                yield Task(prefill, max(g for g in group_sizes if g <= 4) if min(group_sizes) <= 4 else group_sizes[0],
-                           totals, threads)
+                yield Task(
+                    prefill,
+                    max(g for g in group_sizes if g <= 4) if min(group_sizes) <= 4 else group_sizes[0],
+                    totals,
+                    threads,
+                )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ from tvm.ir import TensorLoad, Var
 
 from ..kernel_arguments import ENTRY_NEW, ENTRY_ORIGIN, ENTRY_PAST, ENTRY_TOTAL, ROTARY_OFF, SINK_NONE
 from ..kernels import KernelSpec
-from ..lowering import fitted_sizes, kernel_loops
+from ..lowering import apply_schedule, fitted_sizes, kernel_loops
 from ..schedules.block_sizes import BlockSizes
+from ..targets import Target, TargetFacts, llvm_target
+from .space import SampledSizes, inner_candidates
 from .task import Shape
 
 _INTEGER_INPUTS = ("entries", "positions")
@@ -133,3 +136,48 @@ def sane_array(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     if shape == (1,):
         return np.full(shape, 0.02, dtype)
     return rng.standard_normal(shape, np.float32).astype(dtype)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A point of the outer grid for one call."""
+
+    spec: KernelSpec
+    sizes: BlockSizes
+    shape: Shape
+    target: Target
+    facts: TargetFacts
+
+    def module(self) -> tvm.IRModule:
+        return static_module(self.spec, self.sizes, self.shape)
+
+    def tvm_target(self) -> tvm.target.Target:
+        return tvm.target.Target({**llvm_target(self.target), "num-cores": max(self.facts.cores, 1)})
+
+    def schedule(self, schedule: tvm.s_tir.Schedule) -> None:
+        """The kernel's schedule with its inner fields sampled."""
+        schedule.work_on("main")
+        sampled = {
+            name: schedule.sample_categorical(list(values), [1.0 / len(values)] * len(values))
+            for name, values in inner_candidates(self.spec, self.sizes).items()
+        }
+        apply_schedule(schedule, self.spec, self.target, SampledSizes(self.sizes, sampled))  # type: ignore[arg-type]
+
+    def candidates(self) -> dict[str, tuple[int, ...]]:
+        """The values of every sampled field, in the order of the samplings."""
+        return inner_candidates(self.spec, self.sizes)
+
+    def sizes_at(self, point: tuple[int, ...]) -> BlockSizes | None:
+        """The sizes that decisions stand for; None for those that contradict each other."""
+        chosen = {name: values[at] for (name, values), at in zip(self.candidates().items(), point, strict=True)}
+        try:
+            return replace(self.sizes, **chosen)
+        except ValueError:
+            return None
+
+    def default_point(self) -> tuple[int, ...]:
+        """The decisions that give the workload's own sizes, or the nearest below."""
+        return tuple(
+            max((at for at, value in enumerate(values) if value <= getattr(self.sizes, name)), default=0)
+            for name, values in self.candidates().items()
+        )

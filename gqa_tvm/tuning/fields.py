@@ -1,0 +1,29 @@
+"""Which fields of BlockSizes tuning may change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels import KernelSpec
+from ..schedules.block_sizes import BlockSizes
+
+# By operation; records hold all of them, so that they mean the same beside other defaults.
+TUNED_FIELDS = {
+    "flash_prefill": (
+        *("q_block", "kv_block", "kv_tail_block"),
+        *("qk_key_tile", "qk_row_vectors", "sv_row_tile", "sv_column_vectors"),
+        *("elementwise_vectors", "reduction_vectors"),
+    ),
+    "flash_decode": (
+        *("decode_kv_block", "decode_accumulators", "kv_chunk", "split_integers"),
+        *("decode_sv_unroll", "key_vectors"),
+    ),
+}
+
+
+def tuned_fields(spec: KernelSpec, sizes: BlockSizes, default: BlockSizes) -> dict[str, Any]:
+    """What a record holds: every field that tuning may change; {} for the kernel's default sizes."""
+    if sizes == default:
+        return {}
+    fields = [f for f in TUNED_FIELDS[spec.operation] if f != "split_integers" or not spec.is_float_cache]
+    return {field: getattr(sizes, field) for field in fields}

@@ -1,0 +1,263 @@
+"""A tuning run: search, check, measure twice, decide and write, task by task."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..schedules.block_sizes import BlockSizes
+from ..tuned_sizes import TunedRecord
+from .decide import Choice, Times, accepted, proposals
+from .fields import tuned_fields
+from .task import Cell, Task
+
+# Outer points that are searched at every length, and candidates that are measured in the operator.
+_KEPT_POINTS = 2
+_FINALISTS = 6
+_PER_WORKLOAD = 2
+_LEAST_TRIALS = 2
+# Share of a task's time for the search; the rest is for measuring what it found.
+_SEARCH_SHARE = 0.7
+
+# A database folder of one workload, and the decisions of a record in it.
+Source = tuple[Path, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Sizes that a search has found, its seconds for them, and where they are recorded."""
+
+    sizes: BlockSizes
+    seconds: float
+    source: Source | None = None
+
+
+@dataclass
+class Found:
+    """Of a search: candidates, fastest first; trials: measured now; failures by kind, with the first one's reason."""
+
+    candidates: list[Candidate] = field(default_factory=list)
+    trials: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    first_reason: str = ""
+
+    def fail(self, kind: str, reason: str) -> None:
+        """Count a failure; reason: its last line is kept."""
+        lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
+        self.failures[kind] += 1
+        self.first_reason = self.first_reason or f"{kind}: {lines[-1][:300] if lines else 'no reason given'}"
+
+
+class Searcher(Protocol):
+    """Finds candidates."""
+
+    def points(self, task: Task) -> list[BlockSizes]:
+        """The outer grid, the default first."""
+
+    def chunk_variants(self, task: Task, sizes: BlockSizes) -> list[BlockSizes]:
+        """Sizes that need no search of their own: the same code with another grain."""
+
+    def search(
+        self, task: Task, point: BlockSizes, total: int, trials: int, deadline: float, progress: Callable[[int], None]
+    ) -> Found:
+        """Candidates of an outer point at T = total, up to `trials` with those of earlier runs."""
+
+
+class Bench(Protocol):
+    """Judges candidates."""
+
+    def check(self, task: Task, sizes: BlockSizes) -> str | None:
+        """Why a candidate is wrong; None if it is right."""
+
+    def measure(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes]) -> list[float]:
+        """Seconds of each; the first is the default."""
+
+
+class Log(Protocol):
+    """Keeps results."""
+
+    def add(self, records: Sequence[TunedRecord], sources: Sequence[Source]) -> None:
+        """Write the records of a task."""
+
+
+@dataclass
+class Summary:
+    """measured: candidates with a time; right, wrong: of those that were checked; failures: by kind."""
+
+    tasks: int = 0
+    skipped: int = 0
+    measured: int = 0
+    right: int = 0
+    accepted: int = 0
+    records: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    first_reason: str = ""
+    interrupted: bool = False
+    gains: list[float] = field(default_factory=list)
+
+    def absorb(self, found: Found) -> None:
+        self.measured += len(found.candidates)
+        self.failures += found.failures
+        self.first_reason = self.first_reason or found.first_reason
+
+    @property
+    def found_nothing(self) -> bool:
+        """Whether no candidate of any task could be used at all."""
+        checked = self.right + self.failures["check"] + self.failures["result"]
+        return self.tasks > 0 and (self.measured == 0 or (checked > 0 and self.right == 0))
+
+
+class Session:
+    """trials: candidates a task, over its outer points and lengths. deadline: of time.monotonic().
+
+    report: called with (candidates done, what is going on).
+    """
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        bench: Bench,
+        log: Log,
+        trials: int,
+        deadline: float,
+        report: Callable[[int, str], None],
+    ) -> None:
+        self.searcher, self.bench, self.log = searcher, bench, log
+        self.trials, self.deadline, self.report = trials, deadline, report
+        self.summary = Summary()
+
+    def run(self, tasks: Sequence[Task], finished: Callable[[Task], None] = lambda task: None) -> Summary:
+        """Tune every task for which there is time. finished: called after each. An interrupt ends the run; what was
+        accepted before stays written."""
+        try:
+            for number, task in enumerate(tasks):
+                now = time.monotonic()
+                if now >= self.deadline:
+                    break
+                share = (self.deadline - now) / (len(tasks) - number)
+                self.summary.tasks += 1
+                candidates = self._search(task, now + _SEARCH_SHARE * share)
+                self._judge(task, candidates)
+                finished(task)
+        except KeyboardInterrupt:
+            self.summary.interrupted = True
+        return self.summary
+
+    def _search(self, task: Task, deadline: float) -> list[Candidate]:
+        """Finalists: every outer point at the middle length, then the best ones and the default at all lengths."""
+        points = self.searcher.points(task)
+        middle, *others = task.search_order
+        share = 2 if others else 1
+        first = max(_LEAST_TRIALS, self.trials // (share * len(points)))
+        found = {point: self._find(task, point, middle, first, deadline) for point in points}
+        ranked = sorted((p for p in points if found[p]), key=lambda p: found[p][0].seconds)
+        kept = list(dict.fromkeys([*ranked[:_KEPT_POINTS], *(points[:1] if found[points[0]] else [])]))
+        left = self.trials - first * len(points)
+        for total in others:
+            for point in kept:
+                more = max(_LEAST_TRIALS, left // (len(others) * len(kept)))
+                found[point] += self._find(task, point, total, more, deadline)[:_PER_WORKLOAD]
+        finalists = [candidate for point in kept for candidate in _best(found[point])]
+        return finalists[:_FINALISTS]
+
+    def _find(self, task: Task, point: BlockSizes, total: int, trials: int, deadline: float) -> list[Candidate]:
+        best = ""
+
+        def progress(count: int) -> None:
+            self.report(count, f"{task.name} T={total}{best}")
+
+        try:
+            found = self.searcher.search(task, point, total, trials, deadline, progress)
+        except Exception as error:  # what TVM cannot schedule, it says by any exception
+            found = Found()
+            found.fail("schedule", str(error) or repr(error))
+        self.summary.absorb(found)
+        if found.candidates:
+            best = f", best {found.candidates[0].seconds * 1e6:.0f} us"
+            self.report(0, f"{task.name} T={total}{best}")
+        return found.candidates
+
+    def _judge(self, task: Task, finalists: Sequence[Candidate]) -> None:
+        """Check, measure, decide, write."""
+        if not finalists:
+            return
+        default = self.searcher.points(task)[0]
+        sources = {candidate.sizes: candidate.source for candidate in finalists}
+        wanted = [candidate.sizes for candidate in finalists]
+        for other in self.searcher.chunk_variants(task, wanted[0]):
+            wanted.append(other)
+            sources.setdefault(other, sources.get(wanted[0]))
+        others = [sizes for sizes in dict.fromkeys(wanted) if sizes != default]
+        candidates = [default, *(sizes for sizes in others if self._is_right(task, sizes))]
+        if len(candidates) == 1:
+            return
+        first: Times = {cell: self._measure(task, cell, candidates) for cell in task.cells}
+        for choice in proposals(candidates, first)[:_KEPT_POINTS]:
+            second = {cell: self._again(task, cell, candidates, index) for cell, index in choice.items()}
+            kept = accepted(candidates, choice, first, second)
+            if kept is not None:
+                self._write(task, candidates, kept, second, sources)
+                return
+
+    def _is_right(self, task: Task, sizes: BlockSizes) -> bool:
+        self.report(0, f"{task.name} checking")
+        try:
+            reason = self.bench.check(task, sizes)
+        except Exception as error:  # a compiler or kernel that fails takes its candidate with it, not the run
+            reason, kind = str(error) or repr(error), "check"
+        else:
+            kind = "result"
+        if reason is None:
+            self.summary.right += 1
+            return True
+        self.summary.failures[kind] += 1
+        self.summary.first_reason = self.summary.first_reason or f"{kind}: {reason}"
+        return False
+
+    def _measure(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes]) -> list[float]:
+        self.report(0, f"{task.name} T={cell.total} measuring")
+        return self.bench.measure(task, cell, candidates)
+
+    def _again(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes], index: int) -> list[float]:
+        """The second measurement of a cell: of the default and the candidate alone; entries of others are unused."""
+        default, own = self._measure(task, cell, [candidates[0], candidates[index]])
+        times = [0.0] * len(candidates)
+        times[index] = own
+        times[0] = default
+        return times
+
+    def _write(
+        self,
+        task: Task,
+        candidates: Sequence[BlockSizes],
+        kept: Choice,
+        second: Times,
+        sources: dict[BlockSizes, Source | None],
+    ) -> None:
+        records = []
+        for cell, index in kept.items():
+            default, own = second[cell][0], second[cell][index]
+            sizes = tuned_fields(task.spec, candidates[index], candidates[0])
+            records.append(
+                TunedRecord(
+                    *(task.spec.name, task.group_size, cell.total, cell.threads, sizes),
+                    *(round(1e6 * default, 2), round(1e6 * own, 2), self.trials),
+                )
+            )
+            self.summary.gains.append(default / own)
+            self.summary.accepted += bool(index)
+        chosen = {candidates[index] for index in kept.values() if index}
+        self.log.add(records, [source for sizes in chosen if (source := sources.get(sizes)) is not None])
+        self.summary.records += len(records)
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The fastest few of a point, each sizes once."""
+    unique: dict[BlockSizes, Candidate] = {}
+    for candidate in candidates:
+        unique.setdefault(candidate.sizes, candidate)
+    return list(unique.values())[: _PER_WORKLOAD + 1]
