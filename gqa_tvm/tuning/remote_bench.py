@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -39,16 +40,19 @@ class RemoteBench:
         workload = self.searcher.workload(task, sizes, total)
         attributes, inputs = make_call(task.spec, workload.shape)
         wanted = group_query_attention(**inputs, **attributes)
-        given = {
+        given: dict[str, np.ndarray] = {
             "query": inputs["query"],
             "key_cache": wanted.present_key,
             "value_cache": wanted.present_value,
             **{name: inputs[name] for name in ("k_scale", "v_scale") if name in inputs},
         }
-        with _Session(self.config) as session:
+
+        def run(session: _Session) -> np.ndarray:
             module, arguments = session.load(workload, given)
             module["main"](*arguments.values())
-            got = arguments["output"].numpy().astype(np.float64).reshape(wanted.output.shape)
+            return arguments["output"].numpy().astype(np.float64).reshape(wanted.output.shape)
+
+        got = self._with_session(run)
         error = np.abs(got - wanted.output) / np.maximum(1.0, np.abs(wanted.output))
         if not (error <= _TOLERANCES[task.spec.query]).all():
             return f"wrong result: error {np.nanmax(error):.3g}, NaN: {bool(np.isnan(error).any())}"
@@ -56,26 +60,37 @@ class RemoteBench:
 
     def measure(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes]) -> list[float]:
         """Seconds of a run of each candidate, in turns; the first one's is a median, the others' are relative to it."""
-        with _Session(self.config) as session:
+
+        def run(session: _Session) -> list[list[float]]:
             loaded = [session.load(self.searcher.workload(task, sizes, cell.total)) for sizes in candidates]
-            rounds = [[session.seconds(*pair) for pair in loaded] for _ in range(_ROUNDS)]
+            return [[session.seconds(*pair) for pair in loaded] for _ in range(_ROUNDS)]
+
+        rounds = self._with_session(run)
         default = statistics.median(times[0] for times in rounds)
         ratios = [statistics.median(times[i] / times[0] for times in rounds) for i in range(len(candidates))]
         return [default * ratio for ratio in ratios]
 
+    def _with_session(self, work: Callable[[_Session], Any]) -> Any:
+        session = _Session(self.config)
+        try:
+            return work(session)
+        finally:
+            session.remove_files()
+            del session
+            # The device is free for others only when nothing refers to the session any more.
+            gc.collect()
+
 
 class _Session:
-    """A session with the device, as a context manager."""
+    """A session with the device."""
 
     def __init__(self, config: Any) -> None:
         self._remote = config.connect_server()
         self._device = self._remote.device("cpu", 0)
         self._files: list[str] = []
 
-    def __enter__(self) -> _Session:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def remove_files(self) -> None:
+        """What was uploaded."""
         for file in self._files:
             self._remote.remove(file)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import socket
 from functools import partial
 from typing import Any
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
+from ..errors import BuildError
 from .workload import sane_array
 
 _RUN_SECONDS = 60
+_CONNECT_SECONDS = 5.0
 # A repeat shorter than this measures the clock: tiny kernels are run many times in one.
 _REPEAT_MILLISECONDS = 20
 _REPEATS = 5
@@ -55,10 +59,34 @@ def rpc_config(address: str, device_key: str) -> Any:
     return ms.runner.RPCConfig(host, int(port), device_key, 1, _RUN_SECONDS)
 
 
-def rpc_runner(address: str, device_key: str) -> Any:
-    """Runs candidates on a device of the tracker; threads are those that its server was started with."""
-    return ms.runner.RPCRunner(
-        rpc_config=rpc_config(address, device_key),
-        evaluator_config=evaluator_config(),
-        f_alloc_argument=_allocate_remote,
-    )
+def require_device(address: str, device_key: str) -> None:
+    """BuildError unless the tracker answers and knows a device of this key. TVM itself would try for a minute."""
+    config = rpc_config(address, device_key)
+    try:
+        socket.create_connection((config.tracker_host, config.tracker_port), timeout=_CONNECT_SECONDS).close()
+        config.count_num_servers(allow_missing=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise BuildError(f"no device {device_key!r} at the RPC tracker {address}: {reason}") from error
+
+
+class RpcRunner:
+    """MetaSchedule's RPC runner, a new one for every batch: its process would keep the device for a minute more.
+
+    Kernels run on as many threads as the device's server was started with.
+    """
+
+    def __init__(self, address: str, device_key: str) -> None:
+        self._config = rpc_config(address, device_key)
+
+    def run(self, inputs: list[Any]) -> list[Any]:
+        """The results of a batch, as futures that are done."""
+        runner = ms.runner.RPCRunner(
+            rpc_config=self._config, evaluator_config=evaluator_config(), f_alloc_argument=_allocate_remote
+        )
+        try:
+            futures = runner.run(inputs)
+            concurrent.futures.wait([future.future for future in futures])
+            return list(futures)
+        finally:
+            runner.pool.shutdown()

@@ -88,6 +88,9 @@ class WorkloadSearch:
             context.notify_runner_results(candidates, outcomes)
             model.update(context, candidates, outcomes)
             progress(len(candidates))
+            if not any(outcome.run_secs for outcome in outcomes):
+                # Not one of a whole batch: the rest would fail for the same reason.
+                return
 
     def _context(self, seen: set[tuple[int, ...]]) -> ms.TuneContext:
         workload, options = self.workload, self.options
@@ -126,14 +129,24 @@ class WorkloadSearch:
     def _measure(self, builder: Any, candidates: list[Any]) -> list[Any]:
         """A RunnerResult for every candidate, built or not."""
         built = builder.build([ms.builder.BuilderInput(c.sch.mod, self._target) for c in candidates])
-        return [self._outcome(candidate, made) for candidate, made in zip(candidates, built, strict=True)]
+        inputs = [
+            ms.runner.RunnerInput(str(made.artifact_path), "cpu", candidate.args_info)
+            for candidate, made in zip(candidates, built, strict=True)
+            if made.error_msg is None
+        ]
+        ran = iter(self.runner.run(inputs))
+        outcomes = [
+            self._failed("build", str(made.error_msg))
+            if made.error_msg is not None
+            else self._timed(next(ran).result())
+            for made in built
+        ]
+        for made in built:
+            if made.artifact_path is not None:
+                shutil.rmtree(Path(str(made.artifact_path)).parent, ignore_errors=True)
+        return outcomes
 
-    def _outcome(self, candidate: Any, made: Any) -> Any:
-        if made.error_msg is not None:
-            return self._failed("build", str(made.error_msg))
-        path = str(made.artifact_path)
-        outcome = self.runner.run([ms.runner.RunnerInput(path, "cpu", candidate.args_info)])[0].result()
-        shutil.rmtree(Path(path).parent, ignore_errors=True)
+    def _timed(self, outcome: Any) -> Any:
         if outcome.error_msg is not None:
             return self._failed("run", str(outcome.error_msg))
         # What disturbs a run only makes it longer.

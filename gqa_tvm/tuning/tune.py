@@ -122,12 +122,14 @@ def _compiler_side(
 ) -> tuple[Any, Bench]:
     """Searcher and bench; imports the compiler."""
     from .operator_bench import OperatorBench, default_variant
-    from .runner import local_runner, rpc_runner
+    from .runner import RpcRunner, local_runner, require_device
     from .search import SearchOptions
     from .searcher import ScheduleSearcher
 
     variant, facts = default_variant(target), target_facts(find_target(target))
-    runner = local_runner(threads[0]) if rpc is None else rpc_runner(rpc, device_key or "")
+    if rpc is not None:
+        require_device(rpc, device_key or "")
+    runner = local_runner(threads[0]) if rpc is None else RpcRunner(rpc, device_key or "")
     searcher = ScheduleSearcher(variant, facts, folder, runner, SearchOptions(*choices), fresh)
     if rpc is None:
         return searcher, OperatorBench(target)
