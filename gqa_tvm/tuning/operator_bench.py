@@ -45,9 +45,7 @@ class OperatorBench:
 
     def check(self, task: Task, sizes: BlockSizes) -> str | None:
         """Why a candidate must not be used; None if its result is right."""
-        total = _CHECK_TOTAL + (sizes.kv_chunk if task.spec.operation == "flash_decode" else 0)
-        shape = replace(task.shape(total), kv_heads=2)
-        attributes, inputs = make_call(task.spec, shape)
+        attributes, inputs = self._check_call(task, sizes)
         wanted = group_query_attention(**inputs, **attributes).output
         operator = self._operator(task, sizes, max(task.threads), attributes)
         got = operator(**inputs).output
@@ -59,6 +57,16 @@ class OperatorBench:
         if not (error <= _TOLERANCES[task.spec.query]).all():
             return f"wrong result: error {np.nanmax(error):.3g}, NaN: {bool(np.isnan(error).any())}"
         return None
+
+    def output(self, task: Task, sizes: BlockSizes) -> np.ndarray:
+        """What a candidate gives for the numbers that `check` uses."""
+        attributes, inputs = self._check_call(task, sizes)
+        return self._operator(task, sizes, max(task.threads), attributes)(**inputs).output
+
+    @staticmethod
+    def _check_call(task: Task, sizes: BlockSizes) -> tuple[dict[str, Any], dict[str, Any]]:
+        total = _CHECK_TOTAL + (sizes.kv_chunk if task.spec.operation == "flash_decode" else 0)
+        return make_call(task.spec, replace(task.shape(total), kv_heads=2))
 
     def measure(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes]) -> list[float]:
         """Seconds of a whole call with each candidate, in turns so that what disturbs one disturbs all.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import socket
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
@@ -70,6 +69,15 @@ def require_device(address: str, device_key: str) -> None:
         raise BuildError(f"no device {device_key!r} at the RPC tracker {address}: {reason}") from error
 
 
+class _Done(NamedTuple):
+    """A future whose result is there."""
+
+    outcome: Any
+
+    def result(self) -> Any:
+        return self.outcome
+
+
 class RpcRunner:
     """MetaSchedule's RPC runner, a new one for every batch: its process would keep the device for a minute more.
 
@@ -85,8 +93,6 @@ class RpcRunner:
             rpc_config=self._config, evaluator_config=evaluator_config(), f_alloc_argument=_allocate_remote
         )
         try:
-            futures = runner.run(inputs)
-            concurrent.futures.wait([future.future for future in futures])
-            return list(futures)
+            return [_Done(future.result()) for future in runner.run(inputs)]
         finally:
             runner.pool.shutdown()
