@@ -47,6 +47,12 @@ def machine_variant(name: str) -> Variant:
     return _cached_variant(target, target_facts(target), _user_file(target))
 
 
+def untuned_variant(name: str) -> Variant:
+    """`machine_variant` with the default sizes alone."""
+    variant = machine_variant(name)
+    return variant._replace(sizes=SizesTable(variant.sizes.default))
+
+
 def family_variant(name: str, architecture: str | None = None) -> Variant:
     """The variant of a target that serves its whole family, the same wherever it is built."""
     target = find_target(name, architecture)

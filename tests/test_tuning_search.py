@@ -12,18 +12,22 @@ import numpy as np
 import pytest
 import tvm_ffi
 from tvm import s_tir
+from tvm.s_tir import meta_schedule as ms
 from tvm.s_tir.meta_schedule.cost_model.xgb_model import XGBConfig, XGBModel
 
 from gqa_tvm import cli
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.lowering import apply_schedule, fitted_sizes, lower, multiplies_digits
 from gqa_tvm.targets import best_target, find_target, missing_features, target_facts
+from gqa_tvm.tuned_sizes import SizesTable, TunedRecord
 from gqa_tvm.tuning.cost_model import converging_config
-from gqa_tvm.tuning.operator_bench import OperatorBench, default_variant
+from gqa_tvm.tuning.logs import unpack_database
+from gqa_tvm.tuning.operator_bench import OperatorBench
 from gqa_tvm.tuning.space import chunk_variants, inner_candidates, outer_points
 from gqa_tvm.tuning.strategy import SharedModule, decide, decisions
 from gqa_tvm.tuning.task import Task
 from gqa_tvm.tuning.workload import Workload, symbolic_module
+from gqa_tvm.variants import untuned_variant
 
 FEATURES = Path(__file__).parent / "data" / "tuning_features.npz"
 KERNELS = (
@@ -36,7 +40,7 @@ KERNELS = (
 
 
 def workload(name: str, group_size: int, target: str | None = None) -> Workload:
-    variant = default_variant(target or best_target())
+    variant = untuned_variant(target or best_target())
     spec = KernelSpec.parse(name)
     task = Task(spec, group_size, (512,), (1,))
     sizes = fitted_sizes(spec, variant.sizes.default)
@@ -88,7 +92,7 @@ def test_sampled_sizes_divide_what_they_split():
     facts = target_facts(find_target(best_target()))
     for name, _ in KERNELS:
         spec = KernelSpec.parse(name)
-        for sizes in outer_points(spec, default_variant(best_target()).sizes.default, facts):
+        for sizes in outer_points(spec, untuned_variant(best_target()).sizes.default, facts):
             sizes = fitted_sizes(spec, sizes)
             for field, values in inner_candidates(spec, sizes).items():
                 assert len(values) > 1
@@ -99,7 +103,7 @@ def test_sampled_sizes_divide_what_they_split():
 def test_outer_points_begin_with_the_default_and_hold_both_forms():
     if missing_features("x86-avx512-vnni"):
         pytest.skip("needs VNNI")
-    variant = default_variant("x86-avx512-vnni")
+    variant = untuned_variant("x86-avx512-vnni")
     spec = KernelSpec.parse("flash_decode_f32_i8_h64_r1")
     points = outer_points(spec, variant.sizes.default, target_facts(variant.target))
     assert points[0] == variant.sizes.default
@@ -151,7 +155,8 @@ def test_a_run_and_its_resumption(own_folders, tmp_path, capsys, monkeypatch):
     options = [*SMALL, *own_folders, "--trials", "8", "--cost-model", "random"]
     assert cli.main(["tune", *options]) == 0
     first = capsys.readouterr().out
-    databases = sorted((tmp_path / "cache").glob("tuning/*/*/*/*/database_tuning_record.json"))
+    files = "tuning/*/*/*/*/database_tuning_record.json"
+    databases = sorted((tmp_path / "cache").glob(files))
     counts = [len(file.read_text().splitlines()) for file in databases]
     assert "1 kernels tuned" in first and sum(counts) == 8
     sizes_file = tmp_path / "logs" / best_target() / "block_sizes.json"
@@ -164,6 +169,23 @@ def test_a_run_and_its_resumption(own_folders, tmp_path, capsys, monkeypatch):
     assert sum(again) == 12 and all(later >= earlier for earlier, later in zip(counts, again, strict=True))
     points = [json.dumps(json.loads(line)[1][0][1]) for line in databases[0].read_text().splitlines()]
     assert len(set(points)) == len(points)
+    _accepted_record_builds_its_sizes(sizes_file.parent, tmp_path)
+
+
+def _accepted_record_builds_its_sizes(folder, tmp_path):
+    """The committed trace, opened by MetaSchedule and applied to the kernel, is what the recorded sizes build."""
+    unpack_database(folder, tmp_path)
+    database = ms.database.JSONDatabase(work_dir=str(tmp_path))
+    record = database.get_all_tuning_records()[0]
+    (entry,) = {str(r["sizes"]): r for r in json.loads((folder / "block_sizes.json").read_text())["records"]}.values()
+    spec = KernelSpec.parse(entry["kernel"])
+    table = SizesTable(untuned_variant(best_target()).sizes.default, [TunedRecord(**entry)])
+    sizes = table.choose(spec, 1, 512, 1).sizes
+    replayed = SharedModule(symbolic_module(spec, sizes)).replay(record.trace)
+    built = s_tir.Schedule(symbolic_module(spec, sizes))
+    built.work_on("main")
+    apply_schedule(built, spec, find_target(best_target()), sizes)
+    assert tvm_ffi.structural_equal(replayed.mod, built.mod)
 
 
 @pytest.mark.slow

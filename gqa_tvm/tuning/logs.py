@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import BuildError
 from ..schedules.block_sizes import BlockSizes
@@ -132,21 +132,37 @@ def _packed(lines: Sequence[str]) -> bytes:
     return gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
 
 
+class LoggedRecord(NamedTuple):
+    """A line of a database's records. decisions: of the samplings of its trace, in order; content: all of it."""
+
+    decisions: tuple[int, ...]
+    seconds: float
+    content: Any
+
+
+def read_records(file: Path) -> list[LoggedRecord]:
+    """The records of a database of one workload; a last line that was cut off is left out."""
+    found = []
+    for line in file.read_text().splitlines():
+        try:
+            _, content = json.loads(line)
+        except ValueError:
+            continue
+        (_, made), seconds, *_ = content
+        found.append(LoggedRecord(tuple(decision for _, decision in made), float(seconds[0]), content))
+    return found
+
+
 def _record_of(source: Path, decisions: tuple[int, ...]) -> Any:
     """The newest record of these decisions in a database of one workload."""
-    found = None
-    for line in (source / RECORDS_FILE).read_text().splitlines():
-        _, record = json.loads(line)
-        (_, made), *_ = record
-        if tuple(decision for _, decision in made) == decisions:
-            found = record
-    return found
+    found = [record.content for record in read_records(source / RECORDS_FILE) if record.decisions == decisions]
+    return found[-1] if found else None
 
 
 def unpack_database(folder: Path, into: Path) -> None:
     """The pair in `folder` as the plain files that MetaSchedule's JSONDatabase opens.
 
-    Its workloads use tensor intrinsics of the schedules, which must be registered before it is opened.
+    Its traces use tensor intrinsics of the schedules, which must be registered before it is opened.
     """
     for name in (WORKLOADS_FILE, RECORDS_FILE):
         (into / name).write_bytes(gzip.decompress((folder / f"{name}.gz").read_bytes()))

@@ -17,7 +17,7 @@ from ..reference import group_query_attention
 from ..runtime import KernelLibrary
 from ..schedules.block_sizes import BlockSizes
 from ..tuned_sizes import SizesTable, TunedRecord
-from ..variants import Variant, machine_variant
+from ..variants import untuned_variant
 from .calls import make_call
 from .fields import tuned_fields
 from .task import Cell, Task
@@ -30,18 +30,12 @@ _SAMPLE_SECONDS = 1e-3
 _CHECK_TOTAL = 1037
 
 
-def default_variant(target: str) -> Variant:
-    """The variant of a target without tuned sizes."""
-    variant = machine_variant(target)
-    return variant._replace(sizes=SizesTable(variant.sizes.default))
-
-
 class OperatorBench:
     """Measures on this machine. seconds: of a measurement of all candidates in a cell."""
 
     def __init__(self, target: str, seconds: float = 1.0) -> None:
         self.target, self.seconds = target, seconds
-        self.variant = default_variant(target)
+        self.variant = untuned_variant(target)
 
     def check(self, task: Task, sizes: BlockSizes) -> str | None:
         """Why a candidate must not be used; None if its result is right."""

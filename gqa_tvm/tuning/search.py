@@ -17,13 +17,14 @@ from ..lowering import multiplies_digits
 from ..targets import Target
 from .compile import builder_function, export_candidate
 from .cost_model import make_cost_model
-from .logs import RECORDS_FILE, WORKLOADS_FILE
+from .logs import RECORDS_FILE, WORKLOADS_FILE, read_records
 from .session import Candidate, Found
 from .strategy import SampledSearch, decisions
 from .workload import Workload
 
 _BATCH = 8
 _BUILD_SECONDS = 120.0
+_NEW_RECORDS = "new_records.json"
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,6 @@ class WorkloadSearch:
         seen: set[tuple[int, ...]] = set()
         context = self._context(seen)
         spaces = context.generate_design_space()
-        # Records are read only now: their intrinsics are registered while the space is made.
         self._open_database()
         seen.update(self._take_recorded())
         if trials > len(seen):
@@ -72,6 +72,7 @@ class WorkloadSearch:
             context.pre_tuning(trials - len(seen), _BATCH, spaces, self._database, model)
             self._search(context, model, deadline, progress)
             context.post_tuning()
+            self._keep_new_records()
         self.found.candidates.sort(key=lambda candidate: candidate.seconds)
         return self.found
 
@@ -107,18 +108,31 @@ class WorkloadSearch:
         )
 
     def _open_database(self) -> None:
+        """A database for what is measured now, in a file of its own.
+
+        MetaSchedule replays all records of a workload on one module when it opens them, which fails for a second one
+        (see `strategy`), so those of earlier runs are read as text.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        paths = [str(self.folder / name) for name in (WORKLOADS_FILE, RECORDS_FILE)]
-        self._database = ms.database.JSONDatabase(*paths)
+        self._keep_new_records()
+        self._database = ms.database.JSONDatabase(str(self.folder / WORKLOADS_FILE), str(self.folder / _NEW_RECORDS))
         self._entry = self._database.commit_workload(self.workload.module())
+
+    def _keep_new_records(self) -> None:
+        """Add what this run, or one that was cut short, has measured to the records of the folder."""
+        new = self.folder / _NEW_RECORDS
+        if new.exists():
+            with (self.folder / RECORDS_FILE).open("a") as file:
+                file.write(new.read_text())
+            new.unlink()
 
     def _take_recorded(self) -> set[tuple[int, ...]]:
         """Decisions of the candidates that an earlier run has measured; they count as found."""
+        file = self.folder / RECORDS_FILE
         recorded = set()
-        for record in self._database.get_all_tuning_records():
-            point = decisions(record.trace)
-            recorded.add(point)
-            self._add(point, float(record.run_secs[0]))
+        for record in read_records(file) if file.exists() else ():
+            recorded.add(record.decisions)
+            self._add(record.decisions, record.seconds)
         return recorded
 
     def _add(self, point: tuple[int, ...], seconds: float) -> None:

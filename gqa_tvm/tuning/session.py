@@ -114,7 +114,8 @@ class Summary:
 class Session:
     """trials: candidates a task, over its outer points and lengths. deadline: of time.monotonic().
 
-    report: called with (candidates done, what is going on).
+    report: called with (candidates done, what is going on). interrupted: whether the user asked for the end; compiled
+    code that is interrupted may raise anything.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Session:
         trials: int,
         deadline: float,
         report: Callable[[int, str], None],
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.searcher, self.bench, self.log = searcher, bench, log
+        self.searcher, self.bench, self.log, self.interrupted = searcher, bench, log, interrupted
         self.trials, self.deadline, self.report = trials, deadline, report
         self.summary = Summary()
 
@@ -141,11 +143,24 @@ class Session:
                 share = (self.deadline - now) / (len(tasks) - number)
                 self.summary.tasks += 1
                 candidates = self._search(task, now + _SEARCH_SHARE * share)
-                self._judge(task, candidates)
-                finished(task)
+                if self._survives("measure", lambda: self._judge(task, candidates)):  # noqa: B023
+                    finished(task)
         except KeyboardInterrupt:
             self.summary.interrupted = True
         return self.summary
+
+    def _survives(self, kind: str, work: Callable[[], None]) -> bool:
+        """Whether `work` ends well; a failure is counted, and ends the run only after an interrupt."""
+        try:
+            work()
+        except Exception as error:  # TVM raises any kind
+            if self.interrupted():
+                raise KeyboardInterrupt from error
+            found = Found()
+            found.fail(kind, str(error) or repr(error))
+            self.summary.absorb(found)
+            return False
+        return True
 
     def _search(self, task: Task, deadline: float) -> list[Candidate]:
         """Finalists: every outer point at the middle length, then the best ones and the default at all lengths."""
@@ -170,11 +185,13 @@ class Session:
         def progress(count: int) -> None:
             self.report(count, f"{task.name} T={total}{best}")
 
-        try:
+        found = Found()
+
+        def search() -> None:
+            nonlocal found
             found = self.searcher.search(task, point, total, trials, deadline, progress)
-        except Exception as error:  # what TVM cannot schedule, it says by any exception
-            found = Found()
-            found.fail("schedule", str(error) or repr(error))
+
+        self._survives("schedule", search)
         self.summary.absorb(found)
         if found.candidates:
             best = f", best {found.candidates[0].seconds * 1e6:.0f} us"
@@ -205,17 +222,20 @@ class Session:
 
     def _is_right(self, task: Task, sizes: BlockSizes) -> bool:
         self.report(0, f"{task.name} checking")
-        try:
+        reason: str | None = None
+
+        def check() -> None:
+            nonlocal reason
             reason = self.bench.check(task, sizes)
-        except Exception as error:  # a compiler or kernel that fails takes its candidate with it, not the run
-            reason, kind = str(error) or repr(error), "check"
-        else:
-            kind = "result"
+
+        if not self._survives("check", check):
+            return False
         if reason is None:
             self.summary.right += 1
             return True
-        self.summary.failures[kind] += 1
-        self.summary.first_reason = self.summary.first_reason or f"{kind}: {reason}"
+        failed = Found()
+        failed.fail("result", reason)
+        self.summary.absorb(failed)
         return False
 
     def _measure(self, task: Task, cell: Cell, candidates: Sequence[BlockSizes]) -> list[float]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import product
 
-from ..kernels import KernelSpec, prefill_row_block
+from ..build import USUAL_CACHES
+from ..kernels import KernelSpec, decode_row_tile, prefill_row_block
 from ..schedules.block_sizes import BlockSizes
 
 # Rows of a flash_prefill call: whole tasks of every usual number of rows.
-_PREFILL_ROWS = 1152
+_PREFILL_ROWS, _PREFILL_STEP = 1152, 96
 # From so many keys on, one KV head is work enough for a measurement.
 _LONG_TOTAL = 16384
 
@@ -61,7 +63,8 @@ class Task:
         spec, group = self.spec, self.group_size
         if spec.operation == "flash_decode":
             return Shape(1, group, 8, total, spec.head_size)
-        rows = spec.row_tile or _PREFILL_ROWS
+        most = min(_PREFILL_ROWS, total * group)
+        rows = spec.row_tile or max(most - most % _PREFILL_STEP, group)
         heads = 1 if total >= _LONG_TOTAL else 2
         return Shape(max(1, min(rows // group, total)), group, heads, total, spec.head_size)
 
@@ -72,9 +75,6 @@ class Task:
         rows = {self.shape(total).tokens * self.group_size for total in self.totals}
         return {prefill_row_block(count, sizes.q_block, sizes.small_q_blocks) for count in rows} == {self.spec.row_tile}
 
-    def with_totals(self, totals: tuple[int, ...]) -> Task:
-        return replace(self, totals=totals)
-
 
 def usual_tasks(
     small_q_blocks: tuple[int, ...],
@@ -83,20 +83,12 @@ def usual_tasks(
     totals: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> Iterator[Task]:
-    """The kernels of a float32 query that are worth a long search; flash_prefill once for all group sizes."""
-    from ..build import USUAL_CACHES
-    from ..kernels import decode_row_tile
-
-    for head_size in head_sizes:
-        for cache in USUAL_CACHES:
-            for group in group_sizes:
-                decode = KernelSpec("flash_decode", "f32", cache, head_size, decode_row_tile(1, group))
-                yield Task(decode, group, totals, threads)
-            for rows in (0, *small_q_blocks):
-                prefill = KernelSpec("flash_prefill", "f32", cache, head_size, rows)
-                yield Task(
-                    prefill,
-                    max(g for g in group_sizes if g <= 4) if min(group_sizes) <= 4 else group_sizes[0],
-                    totals,
-                    threads,
-                )
+    """The kernels of a float32 query that are worth a long search; flash_prefill for one group size, near 4."""
+    prefill_group = min(group_sizes, key=lambda group: abs(group - 4))
+    for head_size, cache in product(head_sizes, USUAL_CACHES):
+        for group in group_sizes:
+            decode = KernelSpec("flash_decode", "f32", cache, head_size, decode_row_tile(1, group))
+            yield Task(decode, group, totals, threads)
+        for rows in (0, *small_q_blocks):
+            prefill = KernelSpec("flash_prefill", "f32", cache, head_size, rows)
+            yield Task(prefill, prefill_group, totals, threads)

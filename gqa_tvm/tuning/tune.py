@@ -6,9 +6,12 @@ import json
 import math
 import os
 import platform
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +23,7 @@ from ..kernels import TOKEN_TILES, KernelSpec, decode_row_tile
 from ..schedules.block_sizes import BlockSizes
 from ..targets import best_target, find_target, require_runnable, target_facts, usable_cores
 from ..tuned_sizes import TunedRecord, total_bucket
-from ..variants import forget_tuned_records, user_logs
+from ..variants import forget_tuned_records, machine_variant, untuned_variant, user_logs
 from .decide import geometric_mean
 from .logs import Header, SizesLog, merge_database, write_atomically
 from .session import Bench, Session, Source, Summary
@@ -82,13 +85,33 @@ def tune(
     finished = _Finished(folder, (trials, strategy, cost_model))
     todo = [task for task in tasks if not finished.has(task)]
     deadline = time.monotonic() + (math.inf if time_budget is None else time_budget)
-    session = Session(searcher, bench, log, trials, deadline, report)
-    summary = session.run(todo, finished.add)
+    with _noted_interrupts() as interrupted:
+        session = Session(searcher, bench, log, trials, deadline, report, interrupted)
+        summary = session.run(todo, finished.add)
     summary.skipped = len(tasks) - len(todo)
     forget_tuned_records()
     if summary.found_nothing and not summary.interrupted:
         raise BuildError(f"tuning {target}: no candidate could be used; the first failed with {summary.first_reason}")
     return summary
+
+
+@contextmanager
+def _noted_interrupts() -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether Ctrl-C was pressed; it raises KeyboardInterrupt as usual, too."""
+    pressed: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def note(number: int, frame: Any) -> None:
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _require_compiler(cost_model: str) -> None:
@@ -121,12 +144,12 @@ def _compiler_side(
     device_key: str | None,
 ) -> tuple[Any, Bench]:
     """Searcher and bench; imports the compiler."""
-    from .operator_bench import OperatorBench, default_variant
+    from .operator_bench import OperatorBench
     from .runner import RpcRunner, local_runner, require_device
     from .search import SearchOptions
     from .searcher import ScheduleSearcher
 
-    variant, facts = default_variant(target), target_facts(find_target(target))
+    variant, facts = untuned_variant(target), target_facts(find_target(target))
     if rpc is not None:
         require_device(rpc, device_key or "")
     runner = local_runner(threads[0]) if rpc is None else RpcRunner(rpc, device_key or "")
@@ -146,7 +169,7 @@ def chosen_tasks(
     totals: tuple[int, ...],
     threads: tuple[int, ...],
 ) -> list[Task]:
-    """The tasks of a run. Raises InvalidArgument for a kernel that is not tuned or suits no group size."""
+    """The tasks of a run. Raises InvalidArgument for a kernel that is not tuned, and if none is left."""
     default = default_sizes(target)
     usual = list(usual_tasks(default.small_q_blocks, tuple(head_sizes), tuple(group_sizes), totals, threads))
     names = list(kernels) or ["flash_decode", "flash_prefill"]
@@ -155,12 +178,14 @@ def chosen_tasks(
         found = [task for task in usual if name in (task.spec.operation, task.spec.name)]
         for task in found or _tasks_of(name, group_sizes, totals, threads):
             tasks[task.name] = task
-    return [task for task in tasks.values() if task.measures_itself(default)]
+    chosen = [task for task in tasks.values() if task.measures_itself(default)]
+    if not chosen:
+        raise InvalidArgument("nothing to tune: the operator runs other kernels for these group sizes and totals")
+    return chosen
 
 
 def default_sizes(target: str) -> BlockSizes:
-    from ..variants import machine_variant
-
+    """Untuned sizes of a target on this machine."""
     return machine_variant(target).sizes.default
 
 
