@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 
 _TIME_UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -39,7 +40,14 @@ def run_tune(options: argparse.Namespace) -> int:
     target = options.target or best_target()
     shapes = options.head_size, options.group_size, tuple(options.total), (1,)
     tasks = chosen_tasks(target, options.kernel, *shapes)
+    measured = 0
     with ProgressBar("tuning", max(1, len(tasks) * options.trials)) as bar:
+
+        def report(trials: int, text: str) -> None:
+            nonlocal measured
+            measured += trials
+            bar.advance(trials, f"{measured} trials, {text}")
+
         summary = tune(
             target,
             kernels=options.kernel,
@@ -55,10 +63,14 @@ def run_tune(options: argparse.Namespace) -> int:
             output=options.output,
             rpc=options.rpc,
             device_key=options.device_key,
-            report=bar.advance,
+            report=report,
         )
     print(describe(summary))
-    return 130 if summary.interrupted else 0
+    if not summary.interrupted:
+        return 0
+    # TVM's process pools complain about the end of a process that was interrupted in them.
+    sys.unraisablehook = lambda unraisable: None
+    return 130
 
 
 def _positive(text: str) -> int:
