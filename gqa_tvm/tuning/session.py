@@ -17,7 +17,7 @@ from .task import Cell, Task
 
 # Outer points that are searched at every length, and candidates that are measured in the operator.
 _KEPT_POINTS = 2
-_FINALISTS = 6
+_FINALISTS = 8
 _PER_WORKLOAD = 2
 _LEAST_TRIALS = 2
 # Share of a task's time for the search; the rest is for measuring what it found.
@@ -133,8 +133,8 @@ class Session:
         self.summary = Summary()
 
     def run(self, tasks: Sequence[Task], finished: Callable[[Task], None] = lambda task: None) -> Summary:
-        """Tune every task for which there is time. finished: called after each. An interrupt ends the run; what was
-        accepted before stays written."""
+        """Tune every task for which there is time. finished: called after each that was searched to the
+        end. An interrupt ends the run; what was accepted before stays written."""
         try:
             for number, task in enumerate(tasks):
                 now = time.monotonic()
@@ -142,8 +142,10 @@ class Session:
                     break
                 share = (self.deadline - now) / (len(tasks) - number)
                 self.summary.tasks += 1
-                candidates = self._search(task, now + _SEARCH_SHARE * share)
-                if self._survives("measure", lambda: self._judge(task, candidates)):  # noqa: B023
+                search_end = now + _SEARCH_SHARE * share
+                candidates = self._search(task, search_end)
+                complete = time.monotonic() < search_end
+                if self._survives("measure", lambda: self._judge(task, candidates)) and complete:  # noqa: B023
                     finished(task)
         except KeyboardInterrupt:
             self.summary.interrupted = True
@@ -168,22 +170,19 @@ class Session:
         middle, *others = task.search_order
         share = 2 if others else 1
         first = max(_LEAST_TRIALS, self.trials // (share * len(points)))
-        found = {point: self._find(task, point, middle, first, deadline) for point in points}
-        ranked = sorted((p for p in points if found[p]), key=lambda p: found[p][0].seconds)
-        kept = list(dict.fromkeys([*ranked[:_KEPT_POINTS], *(points[:1] if found[points[0]] else [])]))
+        found = {point: [self._find(task, point, middle, first, deadline)] for point in points}
+        ranked = sorted((p for p in points if found[p][0]), key=lambda p: found[p][0][0].seconds)
+        kept = list(dict.fromkeys([*ranked[:_KEPT_POINTS], *(points[:1] if found[points[0]][0] else [])]))
         left = self.trials - first * len(points)
         for total in others:
             for point in kept:
                 more = max(_LEAST_TRIALS, left // (len(others) * len(kept)))
-                found[point] += self._find(task, point, total, more, deadline)[:_PER_WORKLOAD]
-        finalists = [candidate for point in kept for candidate in _best(found[point])]
-        return finalists[:_FINALISTS]
+                found[point].append(self._find(task, point, total, more, deadline))
+        return _finalists([searched for point in kept for searched in found[point]])
 
     def _find(self, task: Task, point: BlockSizes, total: int, trials: int, deadline: float) -> list[Candidate]:
-        best = ""
-
         def progress(count: int) -> None:
-            self.report(count, f"{task.name} T={total}{best}")
+            self.report(count, f"{task.name} T={total}")
 
         found = Found()
 
@@ -194,8 +193,8 @@ class Session:
         self._survives("schedule", search)
         self.summary.absorb(found)
         if found.candidates:
-            best = f", best {found.candidates[0].seconds * 1e6:.0f} us"
-            self.report(0, f"{task.name} T={total}{best}")
+            best = 1e6 * found.candidates[0].seconds
+            self.report(0, f"{task.name} T={total}, best {best:.0f} us")
         return found.candidates
 
     def _judge(self, task: Task, finalists: Sequence[Candidate]) -> None:
@@ -275,9 +274,11 @@ class Session:
         self.summary.records += len(records)
 
 
-def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The fastest few of a point, each sizes once."""
+def _finalists(searches: Sequence[Sequence[Candidate]]) -> list[Candidate]:
+    """The fastest of every search, then the second ones: each sizes once."""
     unique: dict[BlockSizes, Candidate] = {}
-    for candidate in candidates:
-        unique.setdefault(candidate.sizes, candidate)
-    return list(unique.values())[: _PER_WORKLOAD + 1]
+    for rank in range(_PER_WORKLOAD):
+        for searched in searches:
+            for candidate in searched[rank : rank + 1]:
+                unique.setdefault(candidate.sizes, candidate)
+    return list(unique.values())[:_FINALISTS]
