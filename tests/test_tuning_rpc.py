@@ -46,7 +46,7 @@ def test_search_check_and_measure(tracker, tmp_path):
     variant = untuned_variant(best_target())
     runner = RpcRunner(tracker, KEY)
     options = SearchOptions("replay-trace", "random")
-    searcher = ScheduleSearcher(variant, target_facts(variant.target), tmp_path, runner, options, True)
+    searcher = ScheduleSearcher(variant, target_facts(variant.target), tmp_path, runner, options)
     task = Task(KernelSpec.parse("flash_decode_f32_i8_h16_r1"), 1, (512,), (1,))
     default = searcher.points(task)[0]
     found = searcher.search(task, default, 512, 3, float("inf"), lambda count: None)
@@ -61,7 +61,7 @@ def test_search_check_and_measure(tracker, tmp_path):
 def test_wrong_numbers_over_rpc_are_found(monkeypatch, tmp_path):
     """The reference decides, whatever the device returns."""
     variant = untuned_variant(best_target())
-    searcher = ScheduleSearcher(variant, target_facts(variant.target), tmp_path, None, SearchOptions(), True)
+    searcher = ScheduleSearcher(variant, target_facts(variant.target), tmp_path, None, SearchOptions())
     bench = RemoteBench(searcher, "127.0.0.1:1", KEY)
     task = Task(KernelSpec.parse("flash_decode_f32_f32_h8_r1"), 1, (512,), (1,))
     monkeypatch.setattr(bench, "_with_session", lambda work: 0.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,11 @@ from .workload import Workload
 
 
 class ScheduleSearcher:
-    """Searches with MetaSchedule. folder: of the databases; fresh: forget what is in it."""
+    """Searches with MetaSchedule. folder: of the databases, one in it for each workload of a task."""
 
-    def __init__(
-        self, variant: Variant, facts: TargetFacts, folder: Path, runner: Any, options: SearchOptions, fresh: bool
-    ) -> None:
+    def __init__(self, variant: Variant, facts: TargetFacts, folder: Path, runner: Any, options: SearchOptions) -> None:
         self.variant, self.facts, self.folder = variant, facts, folder
         self.runner, self.options = runner, options
-        if fresh and folder.exists():
-            shutil.rmtree(folder)
 
     def points(self, task: Task) -> list[BlockSizes]:
         return outer_points(task.spec, self.variant.sizes.default, self.facts)

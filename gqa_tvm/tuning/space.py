@@ -19,7 +19,8 @@ _Q_BLOCKS = (64, 96, 128)
 _KV_BLOCKS = (32, 64, 128)
 _DECODE_KV_BLOCKS = (32, 64, 128)
 _DECODE_ACCUMULATORS = (8, 16)
-_KV_CHUNKS = (512, 1024, 2048, 4096)
+# Longer chunks than the default would leave cores without work where there are more of them than here.
+_KV_CHUNKS = (256, 512)
 # An accumulator tile needs a row of operands and a broadcast besides.
 _OPERAND_REGISTERS = 2
 

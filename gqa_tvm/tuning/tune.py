@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import signal
 import sys
 import threading
@@ -81,8 +82,10 @@ def tune(
     folder = cache_directory() / "tuning" / build_stamp() / (f"{target}-{device_key}" if rpc else target)
     header = log_header(rpc)
     log = DirectoryLog(Path(output) if output is not None else default_output(), target, header)
-    searcher, bench = _compiler_side(target, folder, threads, (strategy, cost_model), not resume, rpc, device_key)
+    searcher, bench = _compiler_side(target, folder, threads, (strategy, cost_model), rpc, device_key)
     finished = _Finished(folder, (trials, strategy, cost_model))
+    if not resume:
+        finished.forget(tasks)
     todo = [task for task in tasks if not finished.has(task)]
     deadline = time.monotonic() + (math.inf if time_budget is None else time_budget)
     with _noted_interrupts() as interrupted:
@@ -139,7 +142,6 @@ def _compiler_side(
     folder: Path,
     threads: tuple[int, ...],
     choices: tuple[str, str],
-    fresh: bool,
     rpc: str | None,
     device_key: str | None,
 ) -> tuple[Any, Bench]:
@@ -153,7 +155,7 @@ def _compiler_side(
     if rpc is not None:
         require_device(rpc, device_key or "")
     runner = local_runner(threads[0]) if rpc is None else RpcRunner(rpc, device_key or "")
-    searcher = ScheduleSearcher(variant, facts, folder, runner, SearchOptions(*choices), fresh)
+    searcher = ScheduleSearcher(variant, facts, folder, runner, SearchOptions(*choices))
     if rpc is None:
         return searcher, OperatorBench(target)
     from .remote_bench import RemoteBench
@@ -232,6 +234,14 @@ class _Finished:
 
     def _key(self, task: Task) -> str:
         return json.dumps([task.name, task.totals, task.threads, *self.options])
+
+    def forget(self, tasks: Sequence[Task]) -> None:
+        """Remove all that was measured for these tasks, whatever the options."""
+        for task in tasks:
+            shutil.rmtree(self.path.parent / task.name, ignore_errors=True)
+        names = {task.name for task in tasks}
+        kept = [key for key in self._read() if json.loads(key)[0] not in names]
+        write_atomically(self.path, json.dumps(kept).encode())
 
     def has(self, task: Task) -> bool:
         return self._key(task) in self._read()
