@@ -25,8 +25,8 @@ class TunedRecord:
     """What tuning found for one kernel and shape.
 
     kernel: name without tuned sizes. group_size: G. total: keys T that it was measured at, a power of two; it stands
-    for T in (total / 2, total]. threads: that it was measured with. sizes: fields of BlockSizes that differ from the
-    default. default_us, median_us: before and after; trials: candidates measured.
+    for T in (total / 2, total]. threads: that it was measured with. sizes: fields of BlockSizes that take the place of
+    the default's. default_us, median_us: before and after; trials: candidates measured.
     """
 
     kernel: str
@@ -91,7 +91,7 @@ class SizesTable:
         record = min(found, key=distance)
         exact = (record.total, record.threads) == (bucket, threads)
         origin = f"tuned at T={record.total}, {record.threads} threads ({'exact' if exact else 'nearest'})"
-        return TunedKernel(replace(spec, tuned=record.digest), self._by_digest[record.digest], origin)
+        return TunedKernel(replace(spec, tuned=self._tuned(record)), self._by_digest[record.digest], origin)
 
     def _of_any_group(self, spec: KernelSpec) -> list[TunedRecord]:
         """Records of flash_prefill, whose rows are the same to it whatever their group, of the least G that has any."""
@@ -102,7 +102,15 @@ class SizesTable:
 
     def tuned_specs(self) -> set[KernelSpec]:
         """Every kernel that `choose` may return besides those with default sizes."""
-        return {replace(KernelSpec.parse(r.kernel), tuned=r.digest) for r in self.records if r.digest}
+        specs = {replace(KernelSpec.parse(record.kernel), tuned=self._tuned(record)) for record in self.records}
+        return {spec for spec in specs if spec.tuned}
+
+    def _tuned(self, record: TunedRecord) -> str:
+        """The digest that a record's kernel is built under: "" where its sizes are what this machine has anyway."""
+        spec, sizes = KernelSpec.parse(record.kernel), self._by_digest[record.digest]
+        prefills = spec.operation == "flash_prefill" and spec.row_tile
+        default = self.default.with_q_block(spec.row_tile) if prefills else self.default
+        return "" if sizes == default else record.digest
 
     def origins(self) -> str:
         """Which kernels have records, in words."""

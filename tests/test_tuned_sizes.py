@@ -14,6 +14,7 @@ from gqa_tvm.errors import BuildError
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.targets import best_target, family_facts, find_target
 from gqa_tvm.tuned_sizes import ORDER_FIELDS, SizesTable, TunedRecord
+from gqa_tvm.tuning.fields import recorded_fields
 
 TARGET = find_target("x86-avx2", "x86-64")
 DEFAULT = default_block_sizes(family_facts(TARGET))
@@ -54,6 +55,17 @@ def test_lookup(spec, group_size, total, threads, origin, field):
     assert (
         SizesTable.from_dict(json.loads(json.dumps(table.as_dict()))).choose(spec, group_size, total, threads) == chosen
     )
+
+
+@pytest.mark.parametrize("spec", [DECODE, PREFILL, replace(PREFILL, row_tile=32)], ids=lambda spec: spec.name)
+def test_recorded_defaults_need_no_kernel_of_their_own(spec):
+    """A record names all sizes; on a machine with other defaults it would mean other code."""
+    sizes = DEFAULT.with_q_block(spec.row_tile) if spec.row_tile > 1 else DEFAULT
+    kept = record(spec, 1, 512, 1, **recorded_fields(spec, sizes))
+    table = SizesTable(DEFAULT, [kept])
+    assert table.choose(spec, 1, 512, 1).spec == spec and not table.tuned_specs()
+    other = SizesTable(replace(DEFAULT, kv_block=2 * DEFAULT.kv_block, kv_chunk=2048), [kept])
+    assert other.choose(spec, 1, 512, 1).spec.tuned == kept.digest
 
 
 @pytest.mark.parametrize("field", ["kv_chunk", "decode_kv_block", "q_block", "decode_rows"])

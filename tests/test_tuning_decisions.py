@@ -15,6 +15,7 @@ from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.targets import family_facts, find_target
 from gqa_tvm.tuned_sizes import SizesTable, TunedRecord
 from gqa_tvm.tuning.decide import accepted, proposals
+from gqa_tvm.tuning.fields import recorded_fields
 from gqa_tvm.tuning.logs import SizesLog
 from gqa_tvm.tuning.session import Candidate, Found, Session
 from gqa_tvm.tuning.task import Cell, Task
@@ -102,7 +103,8 @@ def speeds(short: list[float], long: list[float]) -> dict[Cell, list[float]]:
 )
 def test_what_is_taken(sizes, short, long, taken):
     summary, records = tune(FakeSearcher([sizes]), FakeBench({sizes: speeds(short, long)}))
-    assert [bool(record.sizes) for record in records] == list(taken or ())
+    defaults = recorded_fields(TASK.spec, DEFAULT)
+    assert [record.sizes != defaults for record in records] == list(taken or ())
     assert [record.total for record in records] == ([512, 4096] if taken else [])
     assert summary.accepted == sum(taken or ())
     SizesTable(DEFAULT, records)

@@ -64,6 +64,7 @@ def points_of(work: Workload) -> list[tuple[int, ...]]:
     return [point for point in sorted(points) if work.sizes_at(point) is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name,group_size", KERNELS, ids=[name for name, _ in KERNELS])
 def test_a_static_trace_makes_the_shipped_kernel(name, group_size):
     """A trace of the static workload, applied to the symbolic kernel, is what its sizes build."""

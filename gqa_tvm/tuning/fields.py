@@ -21,9 +21,7 @@ TUNED_FIELDS = {
 }
 
 
-def tuned_fields(spec: KernelSpec, sizes: BlockSizes, default: BlockSizes) -> dict[str, Any]:
-    """What a record holds: every field that tuning may change; {} for the kernel's default sizes."""
-    if sizes == default:
-        return {}
+def recorded_fields(spec: KernelSpec, sizes: BlockSizes) -> dict[str, Any]:
+    """What a record holds: every field that tuning may change."""
     fields = [f for f in TUNED_FIELDS[spec.operation] if f != "split_integers" or not spec.is_float_cache]
     return {field: getattr(sizes, field) for field in fields}

@@ -19,7 +19,7 @@ from ..schedules.block_sizes import BlockSizes
 from ..tuned_sizes import SizesTable, TunedRecord
 from ..variants import untuned_variant
 from .calls import make_call
-from .fields import tuned_fields
+from .fields import recorded_fields
 from .task import Cell, Task
 
 # |got - reference| <= this * max(1, |reference|), by format of the query.
@@ -78,7 +78,8 @@ class OperatorBench:
 
     def _operator(self, task: Task, sizes: BlockSizes, threads: int, attributes: dict[str, Any]) -> GroupQueryAttention:
         default = self.variant.sizes.default
-        fields = tuned_fields(task.spec, sizes, fitted_sizes(task.spec, default))
+        is_default = sizes == fitted_sizes(task.spec, default)
+        fields = {} if is_default else recorded_fields(task.spec, sizes)
         record = TunedRecord(*(task.spec.name, task.group_size, 1, threads, fields, 0.0, 0.0, 0))
         library = KernelLibrary(self.target)
         library.variant = self.variant._replace(sizes=SizesTable(default, [record]))

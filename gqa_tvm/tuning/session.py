@@ -11,8 +11,8 @@ from typing import Protocol
 
 from ..schedules.block_sizes import BlockSizes
 from ..tuned_sizes import TunedRecord
-from .decide import Choice, Times, accepted, proposals
-from .fields import tuned_fields
+from .decide import Choice, Times, accepted, gain, geometric_mean, mean_gain, worth_repeating
+from .fields import recorded_fields
 from .task import Cell, Task
 
 # Outer points that are searched at every length, and candidates that are measured in the operator.
@@ -86,7 +86,10 @@ class Log(Protocol):
 
 @dataclass
 class Summary:
-    """measured: candidates with a time; right, wrong: of those that were checked; failures: by kind."""
+    """measured: candidates with a time; right: of those that were checked; failures: by kind.
+
+    accepted, records: of the shapes written. gains: their speed in the default's. outcomes: a line for every task.
+    """
 
     tasks: int = 0
     skipped: int = 0
@@ -98,6 +101,7 @@ class Summary:
     first_reason: str = ""
     interrupted: bool = False
     gains: list[float] = field(default_factory=list)
+    outcomes: list[str] = field(default_factory=list)
 
     def absorb(self, found: Found) -> None:
         self.measured += len(found.candidates)
@@ -200,6 +204,7 @@ class Session:
     def _judge(self, task: Task, finalists: Sequence[Candidate]) -> None:
         """Check, measure, decide, write."""
         if not finalists:
+            self.summary.outcomes.append(f"{task.name}: nothing found")
             return
         default = self.searcher.points(task)[0]
         sources = {candidate.sizes: candidate.source for candidate in finalists}
@@ -210,14 +215,20 @@ class Session:
         others = [sizes for sizes in dict.fromkeys(wanted) if sizes != default]
         candidates = [default, *(sizes for sizes in others if self._is_right(task, sizes))]
         if len(candidates) == 1:
+            self.summary.outcomes.append(f"{task.name}: the default stays, no other candidate is left")
             return
         first: Times = {cell: self._measure(task, cell, candidates) for cell in task.cells}
-        for choice in proposals(candidates, first)[:_KEPT_POINTS]:
+        proposed = worth_repeating(candidates, first, _KEPT_POINTS)
+        for choice in proposed:
             second = {cell: self._again(task, cell, candidates, index) for cell, index in choice.items()}
             kept = accepted(candidates, choice, first, second)
             if kept is not None:
                 self._write(task, candidates, kept, second, sources)
                 return
+        best = (
+            f", {mean_gain(first, proposed[0]):.3f} times its speed was not enough or not repeated" if proposed else ""
+        )
+        self.summary.outcomes.append(f"{task.name}: the default stays{best}")
 
     def _is_right(self, task: Task, sizes: BlockSizes) -> bool:
         self.report(0, f"{task.name} checking")
@@ -260,18 +271,20 @@ class Session:
         records = []
         for cell, index in kept.items():
             default, own = second[cell][0], second[cell][index]
-            sizes = tuned_fields(task.spec, candidates[index], candidates[0])
+            sizes = recorded_fields(task.spec, candidates[index])
             records.append(
                 TunedRecord(
                     *(task.spec.name, task.group_size, cell.total, cell.threads, sizes),
                     *(round(1e6 * default, 2), round(1e6 * own, 2), self.trials),
                 )
             )
-            self.summary.gains.append(default / own)
             self.summary.accepted += bool(index)
         chosen = {candidates[index] for index in kept.values() if index}
         self.log.add(records, [source for sizes in chosen if (source := sources.get(sizes)) is not None])
         self.summary.records += len(records)
+        gains = [gain(second, cell, index) for cell, index in kept.items()]
+        self.summary.gains += gains
+        self.summary.outcomes.append(f"{task.name}: {geometric_mean(gains):.3f} times the default's speed")
 
 
 def _finalists(searches: Sequence[Sequence[Candidate]]) -> list[Candidate]:

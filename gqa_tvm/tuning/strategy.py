@@ -2,7 +2,7 @@
 
 TVM's own strategies replay every trace on one copy of the module. Schedule primitives of TVM 0.27 change blocks of that
 copy in place where nothing else refers to them, and the second replay fails. These replay on a module whose blocks are
-all referred to, and choose among the few hundred points of the space themselves.
+all referred to, and choose among the points of the space themselves: a dozen to some thousand.
 """
 
 from __future__ import annotations

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +22,7 @@ from ..targets import best_target, find_target, require_runnable, target_facts, 
 from ..tuned_sizes import TunedRecord, total_bucket
 from ..variants import forget_tuned_records, machine_variant, untuned_variant, user_logs
 from .decide import geometric_mean
+from .header import log_header
 from .logs import Header, SizesLog, merge_database, write_atomically
 from .session import Bench, Session, Source, Summary
 from .task import Task, usual_tasks
@@ -34,7 +31,6 @@ HEAD_SIZES = (64, 128)
 GROUP_SIZES = (1, 2, 4, 8)
 TOTALS = (512, 4096, 32768)
 TRIALS = 64
-_PACKAGES = ("gqa-tvm", "apache-tvm", "apache-tvm-ffi", "xgboost", "numpy")
 STRATEGIES = ("evolutionary", "replay-trace")
 COST_MODELS = ("xgb", "random")
 
@@ -254,6 +250,7 @@ def describe(summary: Summary) -> str:
     """A run in a few lines."""
     failures = ", ".join(f"{count} {kind}" for kind, count in sorted(summary.failures.items())) or "none"
     lines = [
+        *summary.outcomes,
         f"{summary.tasks} kernels tuned, {summary.skipped} finished by an earlier run; "
         f"{summary.measured} candidates measured; failures: {failures}",
         f"accepted in {summary.accepted} of {summary.records} recorded shapes, elsewhere the defaults stay",
@@ -267,33 +264,3 @@ def describe(summary: Summary) -> str:
     if summary.interrupted:
         lines.append("interrupted: what was accepted is kept; the same command goes on from here")
     return "\n".join(lines)
-
-
-def log_header(rpc: str | None) -> Header:
-    """Where, with what and how the sizes were measured."""
-    return {
-        "cpu": "the device behind the tracker" if rpc else cpu_model(),
-        "measured": "runs of the kernel over RPC" if rpc else "whole calls of the operator",
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "command": " ".join(["gqa-tvm", *sys.argv[1:]]) if sys.argv and "gqa" in Path(sys.argv[0]).name else "tune()",
-    }
-
-
-def cpu_model() -> str:
-    """The name that the CPU gives itself, with family and model number where it has them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    pairs = [line.split(":", 1) for line in reversed(lines) if ":" in line]
-    fields = {name.strip(): value.strip() for name, value in pairs}
-    name = fields.get("model name", platform.machine())
-    return f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "absent"
