@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from . import primitives
 from .build import build
 from .cache_buffers import KVCache
 from .errors import BuildError, InvalidArgument
 from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
 from .runtime import KernelLibrary, load
+
+if TYPE_CHECKING:
+    from .tuning.tune import tune
 
 __all__ = [
     "BuildError",
@@ -20,4 +25,14 @@ __all__ = [
     "build",
     "load",
     "primitives",
+    "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`tune` is imported when it is first used: it belongs to the compiler's side."""
+    if name == "tune":
+        from .tuning.tune import tune
+
+        return tune
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

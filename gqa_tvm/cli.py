@@ -18,6 +18,7 @@ from gqa_tvm.cli_library import (
     build_with_progress,
     info_command,
 )
+from gqa_tvm.cli_tune import add_tune_arguments, run_tune
 
 if TYPE_CHECKING:
     from gqa_tvm.language_model.calibration import LayerMagnitudes
@@ -179,6 +180,7 @@ COMMANDS = (
     Command("run", "run an ONNX model with GroupQueryAttention nodes", cli_onnx.add_arguments, cli_onnx.run),
     Command("build", "build kernels ahead, or a library of them", add_build_arguments, build_command),
     Command("info", "show this CPU's target and kernels, or a library's", add_info_arguments, info_command),
+    Command("tune", "search faster block sizes for this CPU, or another one over RPC", add_tune_arguments, run_tune),
 )
 
 

@@ -127,6 +127,7 @@ def _print_variant(variant: Variant) -> None:
 
     for name, value in {**asdict(target_facts(variant.target)), **variant.sizes.default.as_dict()}.items():
         print(f"  {name:20} {value}")
+    print(f"tuned sizes: {variant.sizes.origins()}")
     directory = kernel_directory(variant)
     print(f"kernels: {len(list(directory.glob('*.so')))} in {directory}")
 

@@ -209,28 +209,31 @@ def _passes(target: Target, reuse_storage: bool) -> list:
     ]
 
 
-def compiler_target(spec: KernelSpec, variant: Variant) -> dict[str, object]:
+def compiler_target(spec: KernelSpec, target: Target, sizes: BlockSizes) -> dict[str, object]:
     """TVM's description of what a kernel is compiled for, with LLVM's options.
 
     Flash schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row. They are a
     part of the time that counts where there are one or two rows, and of split-integer kernels.
     """
-    owner = variant.owner(spec)
     decodes_many = spec.operation == "flash_decode" and spec.row_tile > 2
     many_rows = decodes_many or spec.operation in ("flash_prefill", "naive")
-    is_split = multiplies_digits(spec, owner.sizes.sizes(spec))
-    options = ["-unroll-threshold-aggressive:uint=100"] if many_rows and not is_split else []
-    return {**llvm_target(owner.target), "cl-opt": options}
+    unrolls = not many_rows or multiplies_digits(spec, sizes)
+    options = [] if unrolls else ["-unroll-threshold-aggressive:uint=100"]
+    return {**llvm_target(target), "cl-opt": options}
+
+
+def lower(scheduled: tvm.IRModule, spec: KernelSpec, target: Target, sizes: BlockSizes) -> tvm.IRModule:
+    """A kernel's scheduled TensorIR as LLVM's code generator takes it."""
+    tvm_target = _tvm_target(compiler_target(spec, target, sizes))
+    mod = tirx.transform.BindTarget(tvm_target)(scheduled)
+    with tvm_target:
+        return tvm.ir.transform.Sequential(_passes(target, not multiplies_digits(spec, sizes)))(mod)
 
 
 def lowered_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     """The kernel as LLVM's code generator takes it."""
     owner = variant.owner(spec)
-    tvm_target = _tvm_target(compiler_target(spec, variant))
-    mod = tirx.transform.BindTarget(tvm_target)(scheduled_module(spec, owner))
-    reuse_storage = not multiplies_digits(spec, owner.sizes.sizes(spec))
-    with tvm_target:
-        return tvm.ir.transform.Sequential(_passes(owner.target, reuse_storage))(mod)
+    return lower(scheduled_module(spec, owner), spec, owner.target, owner.sizes.sizes(spec))
 
 
 def generate_code(lowered: tvm.IRModule, target: dict[str, object]):
@@ -244,7 +247,9 @@ def generate_code(lowered: tvm.IRModule, target: dict[str, object]):
 
 def compile_kernel(spec: KernelSpec, variant: Variant):
     """TVM runtime module of one kernel."""
-    return generate_code(lowered_module(spec, variant), compiler_target(spec, variant))
+    owner = variant.owner(spec)
+    description = compiler_target(spec, owner.target, owner.sizes.sizes(spec))
+    return generate_code(lowered_module(spec, variant), description)
 
 
 def _tvm_target(description: dict[str, object]):

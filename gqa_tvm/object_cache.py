@@ -31,7 +31,8 @@ def build_object(spec: KernelSpec, variant: Variant) -> Path:
 def _make_object(spec: KernelSpec, variant: Variant, path: Path) -> None:
     from . import lowering
 
-    target = lowering.compiler_target(spec, variant)
+    owner = variant.owner(spec)
+    target = lowering.compiler_target(spec, owner.target, owner.sizes.sizes(spec))
     lowered = lowering.lowered_module(spec, variant)
     shared = shared_object_path(_digest(lowered, target))
     if not shared.exists():

@@ -13,7 +13,12 @@ from .schedules.block_sizes import BlockSizes
 
 # Fields that decide in which order numbers are added. A result must depend neither on the longest entry of a batch nor
 # on the number of threads, so records of one kernel that differ in these alone cannot stand side by side.
-ORDER_FIELDS = ("kv_block", "kv_tail_block", "decode_kv_block", "kv_chunk", "split_integers", "lanes")
+# The rows of a task are among them: the last key that any of them sees decides where blocks of keys become small.
+ORDER_FIELDS = (
+    *("q_block", "kv_block", "kv_tail_block", "lanes"),
+    *("decode_rows", "decode_kv_block", "kv_chunk"),
+    *("split_integers", "split_prefill", "split_kv_block"),
+)
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,8 @@ class TunedRecord:
     """What tuning found for one kernel and shape.
 
     kernel: name without tuned sizes. group_size: G. total: keys T that it was measured at, a power of two; it stands
-    for T in (total / 2, total]. threads: that it was measured with. sizes: fields of BlockSizes that differ from the
-    default. default_us, median_us: before and after; trials: candidates measured.
+    for T in (total / 2, total]. threads: that it was measured with. sizes: fields of BlockSizes that take the place of
+    the default's. default_us, median_us: before and after; trials: candidates measured.
     """
 
     kernel: str
@@ -79,7 +84,7 @@ class SizesTable:
 
     def choose(self, spec: KernelSpec, group_size: int, total: int, threads: int) -> TunedKernel:
         """The kernel for T = `total` keys: of the exact record, of the nearest one, or with default sizes."""
-        found = self._by_shape.get((spec.name, group_size))
+        found = self._by_shape.get((spec.name, group_size)) or self._of_any_group(spec)
         if not found:
             return TunedKernel(spec, self.default, "default")
         bucket = total_bucket(total)
@@ -87,11 +92,33 @@ class SizesTable:
         record = min(found, key=distance)
         exact = (record.total, record.threads) == (bucket, threads)
         origin = f"tuned at T={record.total}, {record.threads} threads ({'exact' if exact else 'nearest'})"
-        return TunedKernel(replace(spec, tuned=record.digest), self._by_digest[record.digest], origin)
+        return TunedKernel(replace(spec, tuned=self._tuned(record)), self._by_digest[record.digest], origin)
+
+    def _of_any_group(self, spec: KernelSpec) -> list[TunedRecord]:
+        """Records of flash_prefill, whose rows are the same to it whatever their group, of the least G that has any."""
+        if spec.operation != "flash_prefill":
+            return []
+        groups = [group for kernel, group in self._by_shape if kernel == spec.name]
+        return self._by_shape[spec.name, min(groups)] if groups else []
 
     def tuned_specs(self) -> set[KernelSpec]:
         """Every kernel that `choose` may return besides those with default sizes."""
-        return {replace(KernelSpec.parse(r.kernel), tuned=r.digest) for r in self.records if r.digest}
+        specs = {replace(KernelSpec.parse(record.kernel), tuned=self._tuned(record)) for record in self.records}
+        return {spec for spec in specs if spec.tuned}
+
+    def _tuned(self, record: TunedRecord) -> str:
+        """The digest that a record's kernel is built under: "" where its sizes are what this machine has anyway."""
+        spec, sizes = KernelSpec.parse(record.kernel), self._by_digest[record.digest]
+        prefills = spec.operation == "flash_prefill" and spec.row_tile
+        default = self.default.with_q_block(spec.row_tile) if prefills else self.default
+        return "" if sizes == default else record.digest
+
+    def origins(self) -> str:
+        """Which kernels have records, in words."""
+        if not self.records:
+            return "none, the defaults serve"
+        kernels = sorted({f"{record.kernel} G={record.group_size}" for record in self.records})
+        return f"{len(self.records)} records of {', '.join(kernels)}; the defaults serve all others"
 
     def as_dict(self) -> dict[str, Any]:
         return {"default": self.default.as_dict(), "records": [asdict(record) for record in self.records]}

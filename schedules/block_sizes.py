@@ -47,8 +47,9 @@ class BlockSizes:
     decode_accumulators: int
     decode_sv_unroll: int
     kv_chunk: int
-    # vectors in flight in elementwise loops and in reductions over the keys
+    # vectors in flight in elementwise loops over rows, in those over keys, and in reductions over the keys
     elementwise_vectors: int = 2
+    key_vectors: int = 2
     reduction_vectors: int = 3
     # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()

@@ -13,9 +13,9 @@ def schedule_append(sch: Schedule, sizes: BlockSizes) -> None:
     steps.parallelize_tasks(sch)
 
 
-def _schedule_scores(sch: Schedule, sizes: BlockSizes, suffix: str, names: tuple[str, ...]) -> None:
-    for name in ("softcap", "mask", *names):
-        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+def _schedule_elementwise(sch: Schedule, sizes: BlockSizes, vectors: int, names: tuple[str, ...]) -> None:
+    for name in names:
+        steps.vectorize_last(sch, name, sizes.lanes, vectors)
 
 
 def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
@@ -26,15 +26,16 @@ def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) ->
 
 def _schedule_rows_last_bias(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     # The bias of a row is contiguous along the keys, where the rows are lanes here.
-    _schedule_scores(sch, sizes, suffix, ("bias_rows",))
+    _schedule_elementwise(sch, sizes, sizes.key_vectors, (f"bias_rows{suffix}",))
+    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, (f"softcap{suffix}", f"mask{suffix}"))
     add = intrinsics.register_transpose_add(sizes.lanes)
     steps.transpose_by_tiles(sch, f"bias{suffix}", add, sizes.lanes)
 
 
 def _schedule_rows_last_block(sch: Schedule, sizes: BlockSizes, suffix: str = "") -> None:
     _schedule_rows_last_scores(sch, sizes, suffix)
-    for name in ("m_new", "alpha", "p", "l_new", "m_out"):
-        steps.vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+    names = tuple(f"{name}{suffix}" for name in ("m_new", "alpha", "p", "l_new", "m_out"))
+    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, names)
     for name in ("block_max", "block_sum"):
         steps.reduce_down_columns(sch, f"{name}{suffix}", sizes.lanes, sizes.reduction_vectors)
     steps.decode_once(sch, f"dequantize_v{suffix}", sizes)
@@ -60,7 +61,7 @@ def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:
     _schedule_rows_last_scores(sch, sizes, "_max")
     _schedule_rows_last_block(sch, sizes)
     steps.reduce_down_columns(sch, "row_max", sizes.lanes, sizes.reduction_vectors)
-    steps.vectorize_last(sch, "row_m_new", sizes.lanes, sizes.elementwise_vectors)
+    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, ("row_m_new",))
 
 
 def _is_padded(sizes: BlockSizes, columns: int) -> bool:
@@ -75,8 +76,7 @@ def _schedule_few_rows_qk(sch: Schedule, sizes: BlockSizes, row_tile: int, colum
 
 def _schedule_few_rows_softmax(sch: Schedule, sizes: BlockSizes) -> None:
     """Scores and softmax of flash_decode: the keys of a row as lanes."""
-    _schedule_scores(sch, sizes, "", ("bias",))
-    steps.vectorize_last(sch, "p", sizes.lanes, sizes.elementwise_vectors)
+    _schedule_elementwise(sch, sizes, sizes.key_vectors, ("softcap", "mask", "bias", "p"))
     for name in ("block_max", "block_sum"):
         steps.reduce_along_row(sch, name, sizes.lanes)
 

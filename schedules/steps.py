@@ -13,6 +13,11 @@ def _own_loops(sch: Schedule, block, count: int):
     return sch.get_loops(block)[-count:]
 
 
+def _fitted(extent: int, size):
+    """`size` made a divisor of `extent`. One that a tuner samples is a random variable, of divisors only."""
+    return largest_divisor(extent, size) if isinstance(size, int) else size
+
+
 def parallelize_tasks(sch: Schedule, block_name: str = "task") -> None:
     """Run the tasks (the loops around the outermost block) on all threads."""
     loops = sch.get_loops(sch.get_sblock(block_name))
@@ -24,7 +29,7 @@ def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) 
     loop = _own_loops(sch, sch.get_sblock(block_name), 1)[0]
     extent = int(sch.get(loop).extent)
     lanes = largest_divisor(extent, lanes)
-    vectors = largest_divisor(extent // lanes, unroll)
+    vectors = _fitted(extent // lanes, unroll)
     _, middle, inner = sch.split(loop, [None, vectors, lanes])
     sch.unroll(middle)
     sch.vectorize(inner)
@@ -55,7 +60,7 @@ def reduce_down_columns(sch: Schedule, block_name: str, lanes: int, vectors: int
     block = sch.get_sblock(block_name)
     row, t = _own_loops(sch, block, 2)
     extent = int(sch.get(row).extent)
-    _, middle, inner = sch.split(row, [None, largest_divisor(extent // lanes, vectors), lanes])
+    _, middle, inner = sch.split(row, [None, _fitted(extent // lanes, vectors), lanes])
     sch.reorder(t, middle, inner)
     sch.unroll(middle)
     sch.vectorize(inner)
@@ -79,7 +84,7 @@ def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "q
     t, m, plane, column = _own_loops(sch, block, 4)
     rows = int(sch.get(m).extent)
     t_outer, t_inner = sch.split(t, [None, sizes.qk_key_tile])
-    vectors = largest_divisor(rows // sizes.lanes, sizes.qk_row_vectors)
+    vectors = _fitted(rows // sizes.lanes, sizes.qk_row_vectors)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
     sch.reorder(m_outer, t_outer, plane, column, t_inner, m_vectors, lane)
     write_back = sch.cache_write(block, 0, "global")
@@ -97,8 +102,8 @@ def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv", su
     product, result = sch.get_sblock(f"{name}_product{suffix}"), sch.get_sblock(f"{name}{suffix}")
     m, plane, column, t = _own_loops(sch, product, 4)
     columns, rows = int(sch.get(column).extent), int(sch.get(m).extent)
-    m_outer, m_inner = sch.split(m, [None, largest_divisor(rows, sizes.sv_row_tile)])
-    vectors = largest_divisor(columns // sizes.lanes, sizes.sv_column_vectors)
+    m_outer, m_inner = sch.split(m, [None, _fitted(rows, sizes.sv_row_tile)])
+    vectors = _fitted(columns // sizes.lanes, sizes.sv_column_vectors)
     c_outer, c_vectors, lane = sch.split(column, [None, vectors, sizes.lanes])
     sch.reorder(plane, c_outer, m_outer, t, m_inner, c_vectors, lane)
     sch.reverse_compute_at(result, m_outer, preserve_unit_loops=True)

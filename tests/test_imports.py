@@ -14,7 +14,7 @@ from gqa_tvm import GroupQueryAttention
 from gqa_tvm.targets import TARGETS
 
 ROOT = Path(__file__).parents[1]
-COMPILER_SIDE = {"tvm", "gqa_tvm.lowering", "gqa_tvm.loops", "gqa_tvm.definitions"}
+COMPILER_SIDE = {"tvm", "gqa_tvm.lowering", "gqa_tvm.loops", "gqa_tvm.definitions", "gqa_tvm.tuning"}
 
 
 def _imports(path: Path, package: str, top_level_only: bool) -> set[str]:
@@ -111,3 +111,8 @@ def test_a_call_of_built_kernels_loads_no_compiler():
         "assert 'tvm' not in sys.modules, 'tvm was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent)
+
+
+def test_tune_is_found_without_the_compiler():
+    code = "import sys, gqa_tvm; assert callable(gqa_tvm.tune); assert 'tvm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
