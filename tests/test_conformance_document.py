@@ -14,7 +14,7 @@ TEXT = (TESTS.parent / "docs" / "conformance.md").read_text()
 RULES, FAULTS = TEXT.split("## Known faults")
 NAMED = re.findall(r"`(test_\w+\.py)::(test_\w+)`", TEXT)
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in FAULTS.splitlines() if line.startswith("| B")]
-STATUSES = ("not measured yet", "measured: ", "open: tuner", "open: multi-target library", "does not apply: ")
+STATUSES = ("not measured yet", "measured: ", "does not apply: ")
 
 
 @lru_cache
