@@ -190,7 +190,7 @@ def _write_library(output: Path, objects: Sequence[Path], plan: Plan) -> None:
 def _sizes_of(specs: Iterable[KernelSpec], variant: Variant) -> SizesTable:
     """The variant's sizes without records of kernels that a library lacks: the operator asks for what records name."""
     known = set(specs)
-    records = [r for r in variant.sizes.records if replace(KernelSpec.parse(r.kernel), tuned=r.digest) in known]
+    records = [record for record in variant.sizes.records if variant.sizes.kernel_of(record) in known]
     return SizesTable(variant.sizes.default, records)
 
 

@@ -103,8 +103,11 @@ class SizesTable:
 
     def tuned_specs(self) -> set[KernelSpec]:
         """Every kernel that `choose` may return besides those with default sizes."""
-        specs = {replace(KernelSpec.parse(record.kernel), tuned=self._tuned(record)) for record in self.records}
-        return {spec for spec in specs if spec.tuned}
+        return {spec for spec in map(self.kernel_of, self.records) if spec.tuned}
+
+    def kernel_of(self, record: TunedRecord) -> KernelSpec:
+        """The kernel that `choose` returns for a record of this table."""
+        return replace(KernelSpec.parse(record.kernel), tuned=self._tuned(record))
 
     def _tuned(self, record: TunedRecord) -> str:
         """The digest that a record's kernel is built under: "" where its sizes are what this machine has anyway."""

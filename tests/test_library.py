@@ -261,6 +261,22 @@ def test_tuned_kernels_are_among_the_usual_ones():
     assert _sizes_of([*more], tuned).records == (records[0],)
 
 
+def test_a_library_keeps_records_of_the_default_sizes():
+    """They tell that a length between two records is not for the other, tuned one."""
+    variant = family_variant("generic")
+    name, block = "flash_prefill_f32_i8_h64", variant.sizes.default.kv_block
+    records = [
+        TunedRecord(name, 2, 512, 1, {"kv_block": block, "qk_key_tile": 4}, 2.0, 2.0, 10),
+        TunedRecord(name, 2, 32768, 1, {"kv_block": block, "qk_key_tile": 2}, 2.0, 1.0, 10),
+    ]
+    tuned = variant._replace(sizes=SizesTable(variant.sizes.default, records))
+    specs = library_kernels(tuned, [64])
+    table = _sizes_of(specs, tuned)
+    spec = KernelSpec.parse(name)
+    assert table.records == tuple(records)
+    assert table.choose(spec, 2, 200, 1).spec == spec and table.choose(spec, 2, 30000, 1).spec in specs
+
+
 def _attention_specs(group, library, longest=299):
     """The attention kernels that calls of any number of tokens ask a library for."""
     for tokens in range(1, longest + 1):
