@@ -241,6 +241,22 @@ def test_extreme_codes_and_digits_are_exact(cache):
 
 
 @needs_vnni
+@pytest.mark.slow
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", si.LARGEST_COLUMNS), ("i4", 2 * 512)])
+def test_sums_at_their_bounds_do_not_overflow(cache, head_size):
+    """The largest sums of all: keys of the least code win, whose values are the largest code."""
+    attributes, inputs = _call(group=1, total=200, cache=cache, head_size=head_size)
+    least, largest = (-128, 127) if cache == "i8" else (0, 0xFF)
+    for name, winning, losing in (("past_key", least, largest), ("past_value", largest, least)):
+        inputs[name][:, :, ::2], inputs[name][:, :, 1::2] = winning, losing
+    # No scale: of the numbers just below a power of two the first digit is 127.
+    attributes["scale"], inputs["query"][:], inputs["k_scale"][:] = 1.0, -1.98, 1.0
+    inputs["key"][:], inputs["value"][:] = np.float32(-1e6), np.float32(1e6)
+    wanted = (127 if cache == "i8" else 7) * inputs["v_scale"][0]
+    np.testing.assert_allclose(run(attributes, inputs, target=SPLIT).output, wanted, rtol=3e-7)
+
+
+@needs_vnni
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_query_that_is_not_finite_gives_nan_in_its_row_alone(bad):
     attributes, inputs = _call(group=2)

@@ -128,6 +128,21 @@ def test_extreme_codes_and_digits_are_exact(cache, head_size, sign):
     np.testing.assert_allclose(output, lowest, rtol=3e-7)
 
 
+@needs_vnni
+@pytest.mark.slow
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", sp.LARGEST_PREFILL_COLUMNS), ("i4", 512)])
+def test_sums_at_their_bounds_do_not_overflow(cache, head_size):
+    """The largest sums of all: keys of the least code win, whose values are the largest code."""
+    attributes, inputs = call(cache, tokens=40, total=300, head_size=head_size)
+    least, largest = (-128, 127) if cache == "i8" else (0, 0xFF)
+    for name, winning, losing in (("past_key", least, largest), ("past_value", largest, least)):
+        inputs[name][:, :, ::2], inputs[name][:, :, 1::2] = winning, losing
+    attributes["scale"], inputs["query"][:], inputs["k_scale"][:] = 1.0, -1.98, 1.0
+    inputs["key"][:], inputs["value"][:] = np.float32(-1e6), np.float32(1e6)
+    wanted = (127 if cache == "i8" else 7) * inputs["v_scale"][0]
+    np.testing.assert_allclose(run(attributes, inputs).output, wanted, rtol=3e-7)
+
+
 def test_no_sum_overflows_at_the_extremes():
     columns, keys = sp.LARGEST_PREFILL_COLUMNS, 256
     # A lane's sum with unsigned codes, before the code of zero is subtracted, and the join of two.
