@@ -34,17 +34,22 @@ def _broadcast_dword(buffer):
     return tirx.reinterpret("int8x64", tirx.Broadcast(dword, _LANES))
 
 
-def register_dot_keys() -> str:
-    """Register out[lane] += sum_q codes[4 lane + q] * digits[4 lane + q]; returns the intrinsic's name."""
+def _register_dot(name: str, a_extent: int, b_dtype: str, factors, vectors) -> str:
+    """Register out[lane] += the sum over q < 4 of the product of `factors`; returns the intrinsic's name.
+
+    factors: function (A, B, lane, q) -> an unsigned and a signed byte; vectors: function (A, B) -> the same for all
+    lanes, as operands of the instruction. A: uint8 [a_extent]; B: of b_dtype, a whole vector; out: int32 [16].
+    """
+    b_extent = _LANES if b_dtype == "int32" else _BYTES
 
     def function(emit):
         @T.prim_func(s_tir=True)
         def body(a: T.handle, b: T.handle, c: T.handle) -> None:
-            A = T.meta_var(_buffer(a, (_BYTES,), "uint8"))
-            B = T.meta_var(_buffer(b, (_BYTES,), "int8"))
+            A = T.meta_var(_buffer(a, (a_extent,), "uint8"))
+            B = T.meta_var(_buffer(b, (b_extent,), b_dtype))
             C = T.meta_var(_buffer(c, (_LANES,), "int32"))
             with T.sblock("root"):
-                T.reads(C[0:_LANES], A[0:_BYTES], B[0:_BYTES])
+                T.reads(C[0:_LANES], A[0:a_extent], B[0:b_extent])
                 T.writes(C[0:_LANES])
                 emit(A, B, C)
 
@@ -54,72 +59,46 @@ def register_dot_keys() -> str:
         with T.grid(_LANES, 4) as (lane, q):
             with T.sblock("dot"):
                 vl, vq = T.axis.spatial(_LANES, lane), T.axis.reduce(4, q)
-                product = T.Cast("int32", A[vl * 4 + vq]) * T.Cast("int32", B[vl * 4 + vq])
-                T.buffer_store(C, C[vl] + product, [vl])
+                unsigned, signed = factors(A, B, vl, vq)
+                T.buffer_store(C, C[vl] + T.Cast("int32", unsigned) * T.Cast("int32", signed), [vl])
 
     def implement(A, B, C):
-        T.buffer_store(C, _dot(_vector(C), _vector(A), _vector(B)), [T.ramp(0, 1, _LANES)])
+        T.buffer_store(C, _dot(_vector(C), *vectors(A, B)), [T.ramp(0, 1, _LANES)])
 
-    return _register("gqa_vnni_dot_keys", function(describe), function(implement))
+    return _register(name, function(describe), function(implement))
+
+
+def register_dot_keys() -> str:
+    """Register out[lane] += sum_q codes[4 lane + q] * digits[4 lane + q]; returns the intrinsic's name."""
+    return _register_dot(
+        "gqa_vnni_dot_keys",
+        _BYTES,
+        "int8",
+        lambda A, B, lane, q: (A[lane * 4 + q], B[lane * 4 + q]),
+        lambda A, B: (_vector(A), _vector(B)),
+    )
 
 
 def register_dot_values() -> str:
     """Register out[lane] += sum_b digits[b] * codes[4 lane + b]; returns the intrinsic's name."""
-
-    def function(emit):
-        @T.prim_func(s_tir=True)
-        def body(a: T.handle, b: T.handle, c: T.handle) -> None:
-            A = T.meta_var(_buffer(a, (4,), "uint8"))
-            B = T.meta_var(_buffer(b, (_BYTES,), "int8"))
-            C = T.meta_var(_buffer(c, (_LANES,), "int32"))
-            with T.sblock("root"):
-                T.reads(C[0:_LANES], A[0:4], B[0:_BYTES])
-                T.writes(C[0:_LANES])
-                emit(A, B, C)
-
-        return body
-
-    def describe(A, B, C):
-        with T.grid(_LANES, 4) as (lane, b):
-            with T.sblock("dot"):
-                vl, vb = T.axis.spatial(_LANES, lane), T.axis.reduce(4, b)
-                product = T.Cast("int32", A[vb]) * T.Cast("int32", B[vl * 4 + vb])
-                T.buffer_store(C, C[vl] + product, [vl])
-
-    def implement(A, B, C):
-        T.buffer_store(C, _dot(_vector(C), _broadcast_dword(A), _vector(B)), [T.ramp(0, 1, _LANES)])
-
-    return _register("gqa_vnni_dot_values", function(describe), function(implement))
+    return _register_dot(
+        "gqa_vnni_dot_values",
+        4,
+        "int8",
+        lambda A, B, lane, b: (A[b], B[lane * 4 + b]),
+        lambda A, B: (_broadcast_dword(A), _vector(B)),
+    )
 
 
 def register_dot_rows() -> str:
     """Register out[lane] += sum_q codes[q] * byte q of words[lane]; returns the intrinsic's name."""
-
-    def function(emit):
-        @T.prim_func(s_tir=True)
-        def body(a: T.handle, b: T.handle, c: T.handle) -> None:
-            A = T.meta_var(_buffer(a, (4,), "uint8"))
-            B = T.meta_var(_buffer(b, (_LANES,), "int32"))
-            C = T.meta_var(_buffer(c, (_LANES,), "int32"))
-            with T.sblock("root"):
-                T.reads(C[0:_LANES], A[0:4], B[0:_LANES])
-                T.writes(C[0:_LANES])
-                emit(A, B, C)
-
-        return body
-
-    def describe(A, B, C):
-        with T.grid(_LANES, 4) as (lane, q):
-            with T.sblock("dot"):
-                vl, vq = T.axis.spatial(_LANES, lane), T.axis.reduce(4, q)
-                digit = T.Cast("int8", B[vl] >> (vq * 8))
-                T.buffer_store(C, C[vl] + T.Cast("int32", A[vq]) * T.Cast("int32", digit), [vl])
-
-    def implement(A, B, C):
-        signed = tirx.reinterpret("int8x64", _vector(B))
-        T.buffer_store(C, _dot(_vector(C), _broadcast_dword(A), signed), [T.ramp(0, 1, _LANES)])
-
-    return _register("gqa_vnni_dot_rows", function(describe), function(implement))
+    return _register_dot(
+        "gqa_vnni_dot_rows",
+        4,
+        "int32",
+        lambda A, B, lane, q: (A[q], T.Cast("int8", B[lane] >> (q * 8))),
+        lambda A, B: (_broadcast_dword(A), tirx.reinterpret("int8x64", _vector(B))),
+    )
 
 
 def register_arrange_probabilities() -> str:
