@@ -1,27 +1,7 @@
 """AArch64 with 8-bit dot products: int8 and int4 decode by integer dot products where that is less work, else NEON."""
 
 from . import generic, split_steps, split_steps_neon, steps
-from .arm64_neon import (
-    schedule_append,
-    schedule_flash_prefill,
-    schedule_kv_dequantize,
-    schedule_kv_quantize,
-    schedule_naive,
-    schedule_qk_gemm,
-    schedule_sv_gemm,
-)
 from .block_sizes import BlockSizes
-
-__all__ = [
-    "schedule_append",
-    "schedule_flash_decode",
-    "schedule_flash_prefill",
-    "schedule_kv_dequantize",
-    "schedule_kv_quantize",
-    "schedule_naive",
-    "schedule_qk_gemm",
-    "schedule_sv_gemm",
-]
 
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:

@@ -5,6 +5,18 @@ from __future__ import annotations
 from . import intrinsics, steps
 from .block_sizes import BlockSizes
 
+# What every target file has: its own functions, and these for the rest.
+__all__ = [
+    "schedule_append",
+    "schedule_flash_decode",
+    "schedule_flash_prefill",
+    "schedule_kv_dequantize",
+    "schedule_kv_quantize",
+    "schedule_naive",
+    "schedule_qk_gemm",
+    "schedule_sv_gemm",
+]
+
 Schedule = steps.Schedule
 
 

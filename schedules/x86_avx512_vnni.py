@@ -2,24 +2,7 @@
 
 from . import generic, split_prefill_steps, split_steps, steps
 from .block_sizes import BlockSizes
-from .generic import (
-    schedule_append,
-    schedule_kv_dequantize,
-    schedule_kv_quantize,
-    schedule_naive,
-    schedule_sv_gemm,
-)
-
-__all__ = [
-    "schedule_append",
-    "schedule_flash_decode",
-    "schedule_flash_prefill",
-    "schedule_kv_dequantize",
-    "schedule_kv_quantize",
-    "schedule_naive",
-    "schedule_qk_gemm",
-    "schedule_sv_gemm",
-]
+from .generic import *  # noqa: F403
 
 
 def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:

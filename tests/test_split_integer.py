@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from operator_calls import make_call, run
+from query_kinds import QUERIES
 from test_definitions import _elementwise, _run
 from tvm import te, tirx
 
@@ -169,21 +170,6 @@ def _errors(attributes, inputs):
 
 def _call(group=2, total=900, cache="i8", head_size=64, seed=0):
     return make_call(cache, total=total, heads=group, kv_heads=1, head_size=head_size, capacity=total, seed=seed)
-
-
-def _heavy_tail(inputs):
-    inputs["query"] = inputs["query"] * 0.02
-    inputs["query"][..., ::16] *= 100
-
-
-QUERIES = {
-    "random": lambda inputs: None,
-    "heavy-tailed": _heavy_tail,
-    "constant": lambda inputs: inputs.update(query=np.full_like(inputs["query"], 0.3)),
-    "tiny": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e-20)),
-    "huge": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e20)),
-    "zero": lambda inputs: inputs.update(query=np.zeros_like(inputs["query"])),
-}
 
 
 @needs_vnni

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from gqa_tvm.schedules.block_sizes import multiplies_digits
 from operator_calls import expected, make_call
+from query_kinds import QUERIES
 
 from gqa_tvm import GroupQueryAttention
 from gqa_tvm.definitions import split_prefill as sp
@@ -35,21 +36,6 @@ def errors(attributes, inputs):
 def call(cache="i8", tokens=70, total=70, head_size=64, **options):
     options = {"heads": 2, "kv_heads": 1, "capacity": total, **options}
     return make_call(cache, tokens=tokens, total=total, head_size=head_size, **options)
-
-
-def heavy_tail(inputs):
-    inputs["query"] = inputs["query"] * 0.02
-    inputs["query"][..., ::16] *= 100
-
-
-QUERIES = {
-    "random": lambda inputs: None,
-    "heavy-tailed": heavy_tail,
-    "constant": lambda inputs: inputs.update(query=np.full_like(inputs["query"], 0.3)),
-    "tiny": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e-20)),
-    "huge": lambda inputs: inputs.update(query=inputs["query"] * np.float32(1e20)),
-    "zero": lambda inputs: inputs.update(query=np.zeros_like(inputs["query"])),
-}
 
 
 @needs_vnni

@@ -244,20 +244,30 @@ def qk_gemm_digits(digits, offsets, down, code_at, shape):
     return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
 
 
-def probability_digits(p, count: int):
-    """Digits [M, count, T_block] uint8 of probabilities [M, T_block] >= 0, NaN as 0, and the rows' scale_down [M]."""
+def fixed_probabilities(p, field_of):
+    """Probabilities [M, T_block] >= 0 as int32, NaN as 0, and the function m -> scale_down of a row.
+
+    field_of: function from the bits of a row's largest probability to the exponent field of its scale.
+    """
     rows, keys = p.shape
     t = te.reduce_axis((0, keys), name="t")
     largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    field = te.compute((rows,), lambda m: unsigned_field(tirx.reinterpret("int32", largest[m]), count), name="p_field")
+    field = te.compute((rows,), lambda m: field_of(tirx.reinterpret("int32", largest[m])), name="p_field")
     zero = tirx.const(0.0, "float32")
     fixed = te.compute(
         (rows, keys),
         lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), scale_up(field[m])),
         name="p_fixed",
     )
+    return fixed, lambda m: scale_down(field[m])
+
+
+def probability_digits(p, count: int):
+    """Digits [M, count, T_block] uint8 of probabilities [M, T_block] >= 0, NaN as 0, and the rows' scale_down [M]."""
+    rows, keys = p.shape
+    fixed, down_at = fixed_probabilities(p, lambda bits: unsigned_field(bits, count))
     digits = te.compute((rows, count, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d, count), name="p_digits")
-    return digits, lambda m: scale_down(field[m])
+    return digits, down_at
 
 
 def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int):

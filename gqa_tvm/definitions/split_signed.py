@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import fixed_point, join_digits, load_rows, scale_down, scale_up, signed_field
+from .split_integer import fixed_probabilities, join_digits, load_rows, signed_field
 
 # Digits of a probability, and the highest bit of its integer.
 QUERY_DIGITS = 4
@@ -102,17 +102,9 @@ def signed_digit(fixed, d):
 def probability_digits(p):
     """Digits [M, 3, T_block] int8 of probabilities [M, T_block] >= 0 and the rows' scale_down [M]; NaN counts as 0."""
     rows, keys = p.shape
-    t = te.reduce_axis((0, keys), name="t")
-    largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    field = te.compute((rows,), lambda m: signed_field(tirx.reinterpret("int32", largest[m]), TOP_BIT), name="p_field")
-    zero = tirx.const(0.0, "float32")
-    fixed = te.compute(
-        (rows, keys),
-        lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), scale_up(field[m])),
-        name="p_fixed",
-    )
+    fixed, down_at = fixed_probabilities(p, lambda bits: signed_field(bits, TOP_BIT))
     digits = te.compute((rows, DIGITS, keys), lambda m, d, key: signed_digit(fixed[m, key], d), name="p_digits")
-    return digits, lambda m: scale_down(field[m])
+    return digits, down_at
 
 
 def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta):
