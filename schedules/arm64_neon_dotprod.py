@@ -2,6 +2,7 @@
 
 from . import generic, split_steps, split_steps_neon, steps
 from .block_sizes import BlockSizes
+from .generic import *  # noqa: F403
 
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
