@@ -39,13 +39,22 @@ def _elementwise(expression, x, dtype="float32"):
 
 
 def test_exp_is_within_two_ulp():
-    x = -np.geomspace(1e-7, 87.3, 20000).astype(np.float32)
+    x = -np.concatenate([np.geomspace(1e-7, 87.3, 20000), np.linspace(0, 87.3, 200000)]).astype(np.float32)
     got, wanted = _elementwise(exp_nonpositive, x), np.exp(x.astype(np.float64))
     assert (np.abs(got - wanted) <= 2 * np.spacing(wanted.astype(np.float32))).all()
 
 
+def test_exp_of_subnormal_results():
+    x = np.linspace(-88.1, -87.3, 10000, dtype=np.float32)
+    got, wanted = _elementwise(exp_nonpositive, x), np.exp(x.astype(np.float64))
+    flushed = x < -87.7
+    assert (got[flushed] == 0).all()
+    np.testing.assert_allclose(got[~flushed], np.where(got[~flushed] == 0, 0, wanted[~flushed]), rtol=1e-6, atol=3e-45)
+    assert (got[x > -87.67] > 0).all()
+
+
 def test_exp_of_special_values():
-    x = np.array([0.0, -0.0, -87.4, -1e30, -np.inf, np.nan], np.float32)
+    x = np.array([0.0, -0.0, -88.4, -1e30, -np.inf, np.nan], np.float32)
     np.testing.assert_array_equal(_elementwise(exp_nonpositive, x), np.array([1, 1, 0, 0, 0, np.nan], np.float32))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.tirx import op as tirx_op
 
 # Cephes expf: e^x = 2^n * e^r with n = round(x / ln 2), |r| <= ln 2 / 2; ln 2 in two parts so that x - n ln 2 is exact.
 _LOG2_E = 1.4426950408889634
@@ -17,26 +16,29 @@ _COEFFICIENTS = (
     1.6666665459e-1,
     5.0000001201e-1,
 )
-# Below this 2^n would leave the normal range: the result is flushed to zero.
-_SMALLEST = -87.336544
-_EXPONENT_BIAS = 127
+# Below this n is -127, whose exponent field is that of zero.
+_SMALLEST = -88.02
+# Added to a number of small magnitude: rounds it to an integer, which the lowest bits of the sum hold plus the bias of
+# exponents.
+_ROUNDING = 1.5 * 2.0**23 + 127.0
 _MANTISSA_BITS = 23
 
 
 def exp_nonpositive(x):
-    """e^x for float32 x <= 0, at most 2 ulp off; 0 below -87.3 (and for -inf), NaN for NaN."""
+    """e^x for float32 x <= 0, at most 2 ulp off; 0 below -87.7 (and for -inf), NaN for NaN.
+
+    Results below 2^-126 have the accuracy of subnormal numbers.
+    """
     f32 = lambda value: tirx.const(value, "float32")  # noqa: E731 - a typed literal
-    score, clamped, n, r = (tirx.Var(name, "float32") for name in ("score", "clamped", "n", "r"))
+    score, clamped, rounded, n, r = (tirx.Var(name, "float32") for name in ("score", "clamped", "rounded", "n", "r"))
     polynomial = f32(_COEFFICIENTS[0])
-    for coefficient in _COEFFICIENTS[1:]:
+    for coefficient in (*_COEFFICIENTS[1:], 1.0, 1.0):
         polynomial = polynomial * r + f32(coefficient)
-    mantissa = polynomial * (r * r) + (r + f32(1.0))
-    exponent = tirx.Cast("int32", n) + tirx.const(_EXPONENT_BIAS, "int32")
-    power = tirx.reinterpret("float32", exponent << tirx.const(_MANTISSA_BITS, "int32"))
-    result = tirx.Select(score < f32(_SMALLEST), f32(0.0), mantissa * power)
+    power = tirx.reinterpret("float32", tirx.reinterpret("int32", rounded) << tirx.const(_MANTISSA_BITS, "int32"))
     # Bound by name: passes walk expressions as trees, and a shared node would be walked once per use.
-    result = tirx.Let(r, clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), result)
-    result = tirx.Let(n, tirx_op.round(clamped * f32(_LOG2_E)), result)
+    result = tirx.Let(r, clamped - n * f32(_LN2_HIGH) - n * f32(_LN2_LOW), polynomial * power)
+    result = tirx.Let(n, rounded - f32(_ROUNDING), result)
+    result = tirx.Let(rounded, clamped * f32(_LOG2_E) + f32(_ROUNDING), result)
     # The comparison is false for NaN, which therefore survives the clamp.
     result = tirx.Let(clamped, tirx.Select(score < f32(_SMALLEST), f32(_SMALLEST), score), result)
     return tirx.Let(score, x, result)
