@@ -19,6 +19,7 @@ from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .schedules.block_sizes import BlockSizes, multiplies_digits
+from .schedules.steps import FIRST_ROW
 from .targets import Target, llvm_target
 from .variants import Variant
 
@@ -138,6 +139,36 @@ def _keep_bound_values():
     return _rewrite_bodies((tirx.Bind, through_slot), (tirx.SeqStmt, flatten))
 
 
+def _start_at_first_row():
+    """Let loops over tiles of rows that a schedule has marked begin with the first row that sees a key of the block."""
+
+    @tvm.transform.module_pass(opt_level=0)
+    def rewrite(mod, _context):
+        return tvm.IRModule({name: _start_loops(function) for name, function in mod.functions.items()})
+
+    return rewrite
+
+
+def _start_loops(function):
+    buffers = []
+
+    def find(allocation):
+        if allocation.buffer.name == FIRST_ROW:
+            buffers.append(allocation.buffer)
+        return allocation
+
+    tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, find))
+
+    def start(loop):
+        if not buffers or FIRST_ROW not in loop.annotations:
+            return loop
+        tile_rows = int(loop.annotations[FIRST_ROW]) // int(loop.extent)
+        first = tirx.truncdiv(tirx.BufferLoad(buffers[0], [0]), tirx.IntImm("int32", tile_rows))
+        return tirx.For(loop.loop_var, first, loop.extent - first, loop.kind, loop.body)
+
+    return function.with_body(tvm_ffi.structural_map(function.body, (tirx.For, start)))
+
+
 def _float16_by_integers():
     """Replace casts from and to float16, for targets without instructions for them."""
 
@@ -186,6 +217,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         s.StmtSimplify(),
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),
+        _start_at_first_row(),
         t.FlattenBuffer(),
         t.NarrowDataType(32),
         s.LoopPartition(),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
 from .split_steps import _by_vectors, _has_block
-from .steps import Schedule, _own_loops, reduce_down_columns, vectorize_last
+from .steps import Schedule, _own_loops, reduce_down_columns, start_at_first_row, vectorize_last
 
 _BYTES = 64
 _KEYS = 4
@@ -57,6 +57,7 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     key_tile = largest_divisor(keys, _QK_SUMS // (digits * vectors))
     t_outer, t_inner = sch.split(t, [None, key_tile])
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
+    start_at_first_row(sch, m_outer, rows)
     sch.reorder(m_outer, t_outer, t_inner, m_vectors, lane)
     sch.compute_at(sums, t_outer, preserve_unit_loops=True)
     for loop in (t_inner, m_vectors):
@@ -117,7 +118,9 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
     m, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
-    m_outer, m_inner = sch.split(m, [None, largest_divisor(int(sch.get(m).extent), _SV_ROWS[digits])])
+    rows = int(sch.get(m).extent)
+    m_outer, m_inner = sch.split(m, [None, largest_divisor(rows, _SV_ROWS[digits])])
+    start_at_first_row(sch, m_outer, rows)
     c_outer, c_vectors, lane = sch.split(column, [None, _BYTES // sizes.lanes, sizes.lanes])
     sch.reorder(e, c_outer, m_outer, m_inner, c_vectors, lane)
     sch.compute_at(product, m_outer, preserve_unit_loops=True)

@@ -7,6 +7,8 @@ from tvm import s_tir
 from .block_sizes import BlockSizes, largest_divisor
 
 Schedule = s_tir.Schedule
+# A buffer [1] int32 of kernels, and the mark of loops that begin there.
+FIRST_ROW = "first_seeing_row"
 
 
 def _own_loops(sch: Schedule, block, count: int):
@@ -33,6 +35,14 @@ def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) 
     _, middle, inner = sch.split(loop, [None, vectors, lanes])
     sch.unroll(middle)
     sch.vectorize(inner)
+
+
+def start_at_first_row(sch: Schedule, loop, rows: int) -> None:
+    """Mark a loop over the tiles of a task's `rows`: it may begin with the row in buffer FIRST_ROW, where there is one.
+
+    The rows before it see no key of the block.
+    """
+    sch.annotate(loop, FIRST_ROW, rows)
 
 
 def decode_once(sch: Schedule, block_name: str, sizes: BlockSizes) -> None:
@@ -86,6 +96,7 @@ def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "q
     t_outer, t_inner = sch.split(t, [None, sizes.qk_key_tile])
     vectors = _fitted(rows // sizes.lanes, sizes.qk_row_vectors)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
+    start_at_first_row(sch, m_outer, rows)
     sch.reorder(m_outer, t_outer, plane, column, t_inner, m_vectors, lane)
     write_back = sch.cache_write(block, 0, "global")
     sch.reverse_compute_at(write_back, t_outer, preserve_unit_loops=True)
@@ -103,6 +114,7 @@ def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv", su
     m, plane, column, t = _own_loops(sch, product, 4)
     columns, rows = int(sch.get(column).extent), int(sch.get(m).extent)
     m_outer, m_inner = sch.split(m, [None, _fitted(rows, sizes.sv_row_tile)])
+    start_at_first_row(sch, m_outer, rows)
     vectors = _fitted(columns // sizes.lanes, sizes.sv_column_vectors)
     c_outer, c_vectors, lane = sch.split(column, [None, vectors, sizes.lanes])
     sch.reorder(plane, c_outer, m_outer, t, m_inner, c_vectors, lane)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
-from ..kernel_arguments import ENTRY_TOTAL
+from ..kernel_arguments import ENTRY_PAST, ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
-from .rows import allocate_row_block, describe_rows
+from .rows import allocate_row_block, describe_rows, first_row_seeing
 from .rows_last import (
     RowsLastState,
     allocate_state,
@@ -115,17 +115,23 @@ def flash_prefill(spec: KernelSpec, sizes):
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
                 split = T.meta_var(_prepare_rows(spec, whole_blocks, splits, state))
+                first_seeing_row = T.sblock_alloc_buffer((1,), "int32")
+                # Set here as well, so that its storage is the task's.
+                first_seeing_row[0] = 0
+                past: T.let = x.entries[vb, ENTRY_PAST]
                 clear_state(state.m, state.l, state.acc, M)
                 first_key: T.let = rows.limits[0] // BC * BC
                 end_key: T.let = rows.limits[3]
-                blocks: T.let = T.max(end_key - first_key, 0) // BC
+                blocks: T.let = T.max(rows.end_key[0] - first_key, 0) // BC
                 for blk in T.serial(blocks):
                     begin: T.let = first_key + blk * BC
+                    first_seeing_row[0] = first_row_seeing(scalars, begin - past, group, first_row)
                     _emit_block(spec, whole_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
                 # The last keys in smaller blocks: fewer that no row sees.
                 first_tail_key: T.let = first_key + blocks * BC
                 for blk in T.serial((T.max(end_key - first_tail_key, 0) + (tail - 1)) // tail):
                     begin: T.let = first_tail_key + blk * tail
+                    first_seeing_row[0] = first_row_seeing(scalars, begin - past, group, first_row)
                     _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)

@@ -79,6 +79,12 @@ def describe_rows(block: RowBlock, count: int, first_row, total_rows, group, kv_
         T.buffer_store(block.limits, tirx.max(block.limits[3], end), [3])
 
 
+def first_row_seeing(scalars: AttentionScalars, token, group, first_row):
+    """The first row of a task that may see the keys from those of `token` on; rows before it end earlier."""
+    row = tirx.Cast("int64", token) * group - first_row
+    return i32(tirx.Select(scalars.causal != 0, tirx.max(row, T.int64(0)), T.int64(0)))
+
+
 def align_stack(block: RowBlock, count, lanes: int):
     """Let LLVM align the task's stack to vectors; those that it spills there would straddle cache lines.
 
