@@ -211,11 +211,11 @@ def value_vectors(cache_rows, last_row, planes: int):
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
-def qk_gemm_digits(digits, offsets, down, code_at, shape):
+def qk_gemm_digits(digits, starts, down, code_at, shape):
     """Scores [M, T_block] float32 of query digits against unsigned key codes.
 
-    digits [M, D, C / 64, E, 4, 64] int8, repeated for each key of a lane group; offsets [M, D, 16] int32: the dot
-    product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`;
+    digits [M, D, C / 64, E, 4, 64] int8, repeated for each key of a lane group; starts [M, D, 16] int32: less
+    the dot product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`;
     shape: (T_block, C / 64, E).
     """
     rows, count = (int(n) for n in digits.shape[:2])
@@ -226,13 +226,15 @@ def qk_gemm_digits(digits, offsets, down, code_at, shape):
     sums = te.compute(
         (keys // 4, rows, count, DOT_LANES),
         lambda t, m, d, lane: te.sum(
-            as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]), axis=[v, e, j, q]
+            as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]),
+            axis=[v, e, j, q],
+            init=starts[m, d, lane],
         ),
         name="qk_sums",
     )
     joined = te.compute(
         (rows, keys // 4, DOT_LANES),
-        lambda m, t, lane: join_digits([sums[t, m, d, lane] - offsets[m, d, lane] for d in range(count)]),
+        lambda m, t, lane: join_digits([sums[t, m, d, lane] for d in range(count)]),
         name="qk_join",
     )
     group = te.reduce_axis((0, 4), name="group")

@@ -25,14 +25,13 @@ __all__ = [
 ]
 # Keys of a QK step; between the steps, cache rows that are needed soon are fetched.
 QK_KEYS = 16
-_LINE_BYTES = 64
 
 
 class SplitRows(NamedTuple):
     """Rows as `qk_gemm_digits` takes them."""
 
     digits: Any  # [rows, D, C / 64, E, 4, 64] int8
-    offsets: Any  # [rows, D, 16] int32
+    starts: Any  # [rows, D, 16] int32
     down: Any  # [rows] float32, NaN for a row that is not finite
 
 
@@ -90,8 +89,8 @@ def _spread(spec: KernelSpec, row, r, target: SplitRows) -> None:
                 digit = row[d, e, v * si.DOT_BYTES + group * 16 + i]
                 T.buffer_store(total, total[0] + tirx.Cast("int32", digit), [0])
             with T.serial(0, 4) as i:
-                offset = total[0] * T.int32(si.KEY_OFFSET[spec.cache])
-                T.buffer_store(target.offsets, offset, [r, d, group * 4 + i])
+                start = total[0] * T.int32(-si.KEY_OFFSET[spec.cache])
+                T.buffer_store(target.starts, start, [r, d, group * 4 + i])
 
 
 def stored_rows(spec: KernelSpec, kv_block: int):
@@ -106,11 +105,11 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     vectors, planes = spec.cache_columns // si.DOT_BYTES, spec.cache_planes
     count, _ = si.decode_digits(spec.precision)
     digits = te.placeholder((row_tile, count, vectors, planes, 4, si.DOT_BYTES), "int8", name="digits")
-    offsets = te.placeholder((row_tile, count, si.DOT_LANES), "int32", name="offsets")
+    starts = te.placeholder((row_tile, count, si.DOT_LANES), "int32", name="starts")
     down = te.placeholder((row_tile,), name="down")
     code_at = si.key_vectors(cache_rows, last_row, planes)
-    scores = si.qk_gemm_digits(digits, offsets, down, code_at, (kv_block, vectors, planes))
-    return make_step([cache_rows, last_row, digits, offsets, down, scores])
+    scores = si.qk_gemm_digits(digits, starts, down, code_at, (kv_block, vectors, planes))
+    return make_step([cache_rows, last_row, digits, starts, down, scores])
 
 
 def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
@@ -126,14 +125,13 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
 
-def _fetch_rows(spec: KernelSpec, cache, b, n, first, total, lines: int) -> None:
-    """Ask for cache lines of the rows from `first` on (of those that exist) in the second-level cache."""
-    at = T.bind(tirx.Cast("int64", tirx.max(tirx.min(first, total - QK_KEYS), T.int32(0))))
-    per_row = spec.cache_columns // _LINE_BYTES
-    for line in range(lines):
-        address = T.address_of(cache[b, n, at + line // per_row, line % per_row * _LINE_BYTES])
-        locality_l2, read, data = T.int32(2), T.int32(0), T.int32(1)
-        T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality_l2, data))
+def _fetch_row(block: CacheBlock, row) -> None:
+    """Ask for a line of a cache row in the second-level cache, if there is such a row; the CPU's own prefetcher goes on
+    from there."""
+    at = T.bind(tirx.Cast("int64", tirx.min(row, block.begin + block.last)))
+    address = T.address_of(block.cache[block.b, block.n, at, 0])
+    locality_l2, read, data = T.int32(2), T.int32(0), T.int32(1)
+    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality_l2, data))
 
 
 def emit_qk_split(
@@ -141,17 +139,16 @@ def emit_qk_split(
 ) -> None:
     """scores [R, kv_block] by steps of QK_KEYS keys; tile_of: view of an operand's tile.
 
-    The loads from memory are spread over the step: values of this block, keys of the next.
+    The CPU's prefetcher follows one stream of rows at a time: between the steps, rows of the other streams are asked for,
+    values of this block and keys of the next.
     """
-    b, n, begin, last = keys.b, keys.n, keys.begin, keys.last
-    rows_of_lines = QK_KEYS * spec.cache_columns // _LINE_BYTES
+    begin, last = keys.begin, keys.last
     with T.serial(0, shape.kv_block // QK_KEYS) as part:
         offset = T.bind(part * QK_KEYS)
         key = T.bind(begin + offset)
-        lines = rows_of_lines if shape.row_tile > 1 else 1
-        _fetch_rows(spec, values.cache, b, n, key, last + begin + 1, lines)
+        _fetch_row(values, key)
         if shape.row_tile > 1:
-            _fetch_rows(spec, keys.cache, b, n, key + shape.kv_block, last + begin + 1, lines)
+            _fetch_row(keys, key + shape.kv_block)
         region = cache_region(spec, keys._replace(begin=key, kv_block=QK_KEYS))
         target = scores[0 : shape.row_tile, offset : offset + QK_KEYS]
         with T.sblock("qk_step"):
