@@ -10,11 +10,11 @@ from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 _LANES = 4
 # Vectors of sums for a vector of bytes.
 _VECTORS = 4
-_DIGITS = 4
-# Registers of sums; the rest hold arranged codes and digits.
+# Registers of sums of scores and of values; the rest hold arranged codes and digits.
 _SUMS = 16
-# Rows that share arranged values: more would not leave registers for their 12 sums each.
-_VALUE_ROWS = 2
+_VALUE_SUMS = 24
+# Groups of 4 keys of a step.
+_QUADS = 4
 
 
 def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
@@ -37,8 +37,9 @@ def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
 def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     """Scores [m, t]: for 4 or 8 keys the sums of some rows' digits stay in registers over the columns."""
     scores, sums = sch.get_sblock("qk"), sch.get_sblock("qk_sums")
-    rows = largest_divisor(row_tile, _SUMS // _DIGITS)
-    quads = max(1, _SUMS // _DIGITS // rows // 2)
+    digits = int(sch.get(sums).writes[0].source.shape[2])
+    rows = largest_divisor(row_tile, _SUMS // digits)
+    quads = largest_divisor(_QUADS, max(1, _SUMS // digits // rows // 2))
     m, t = _own_loops(sch, scores, 2)
     t_outer, t_quads, t_inner = sch.split(t, [None, quads, _LANES])
     m_outer, m_inner = sch.split(m, [None, rows])
@@ -70,7 +71,8 @@ def digits_by_vectors(sch: Schedule, lanes: int, suffix: str) -> None:
 def tile_sv_for_dots(sch: Schedule, row_tile: int, suffix: str) -> None:
     """acc: the sums of 16 columns of one or two rows stay in registers over the keys, 16 of which pass at a time."""
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
-    rows = largest_divisor(row_tile, _VALUE_ROWS)
+    digits = int(sch.get(product).writes[0].source.shape[1])
+    rows = largest_divisor(row_tile, _VALUE_SUMS // (_VECTORS * digits))
     m, e, column = _own_loops(sch, result, 3)
     m_outer, m_inner = sch.split(m, [None, rows])
     v, vectors, lane = sch.split(column, [None, _VECTORS, _LANES])
