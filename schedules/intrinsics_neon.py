@@ -127,6 +127,7 @@ def _register_arrange(name: str, dtypes, source, target, element, arrange) -> st
     def describe(A, C):
         with T.grid(*target) as loops:
             with T.sblock("arrange"):
+                loops = loops if len(target) > 1 else (loops,)
                 axes = [T.axis.spatial(extent, loop) for extent, loop in zip(target, loops, strict=True)]
                 T.buffer_store(C, element(A, *axes), axes)
 
@@ -204,22 +205,24 @@ def register_arrange_value_pairs(dtype: str) -> str:
 
 
 def register_arrange_digits(digits: int) -> str:
-    """Register 4 rows of 4 words -> `digits` vectors, most significant first, whose lanes are bytes of 4 rows."""
+    """Register 4 rows of 4 words -> `digits` vectors, most significant first, whose lanes are bytes of 4 rows.
+
+    The matcher drops an axis of extent 1: a single vector has none.
+    """
 
     def arrange(rows):
         rows = [tirx.reinterpret("int8x16", row) for row in rows]
-        # Bytes 0 and 2, or 1 and 3, of words of two rows in turn.
-        even, odd = ([lane for byte in range(first, 16, 2) for lane in (byte, 16 + byte)] for first in (0, 1))
+        # Bytes 0 and 2, or 1 and 3, of words of two rows in turn; then one of the two.
         for d in range(digits):
-            byte = digits - 1 - d
-            pairs = (_shuffle(pair, odd if byte % 2 else even) for pair in (rows[:2], rows[2:]))
-            halves = [tirx.reinterpret("int16x8", pair) for pair in pairs]
-            first = byte // 2
-            yield (d,), _shuffle(halves, [lane for half in range(first, 8, 2) for lane in (half, 8 + half)])
+            half, first = divmod(digits - 1 - d, 2)
+            lanes = [lane for byte in range(first, 16, 2) for lane in (byte, 16 + byte)]
+            pairs = [tirx.reinterpret("int16x8", _shuffle(pair, lanes)) for pair in (rows[:2], rows[2:])]
+            yield (d,)[: digits - 1], _shuffle(pairs, [lane for i in range(half, 8, 2) for lane in (i, 8 + i)])
 
-    def element(A, d, x):
-        shift = T.int32(8 * (digits - 1)) - d * T.int32(8)
-        return T.Cast("int8", A[x % 4, x // 4] >> shift)
+    def element(A, *index):
+        word = A[index[-1] % 4, index[-1] // 4]
+        return T.Cast("int8", word >> (T.int32(8 * (digits - 1)) - index[0] * T.int32(8)) if index[1:] else word)
 
     name = f"gqa_neon_arrange_digits_{digits}"
-    return _register_arrange(name, ("int32", "int8"), (4, 4), (digits, 16), element, arrange)
+    target = (digits, 16) if digits > 1 else (16,)
+    return _register_arrange(name, ("int32", "int8"), (4, 4), target, element, arrange)

@@ -19,9 +19,14 @@ def digits_of_rows(sch: Schedule, sizes: BlockSizes) -> None:
     for name in ("query_up", "query_down", "query_words"):
         vectorize_last(sch, name, sizes.lanes)
     _reduce_over_columns(sch, "query_largest", sizes.lanes, 2)
-    arrange = sch.get_sblock("arrange_query")
-    *_, digit, _ = _own_loops(sch, arrange, 6)
-    sch.tensorize(digit, neon.register_arrange_digits(int(sch.get(digit).extent)))
+    _arrange_digits(sch, sch.get_sblock("arrange_query"))
+
+
+def _arrange_digits(sch: Schedule, arrange) -> None:
+    """Digits of 4 x 4 words, arranged in registers."""
+    digit, byte = _own_loops(sch, arrange, 2)
+    digits = int(sch.get(digit).extent)
+    sch.tensorize(digit if digits > 1 else byte, neon.register_arrange_digits(digits))
 
 
 def _arrange_rows(sch: Schedule, name: str, suffix: str, inner: int, register) -> None:
@@ -66,10 +71,9 @@ def tile_qk_for_rows(sch: Schedule, suffix: str) -> None:
 def probabilities_by_vectors(sch: Schedule, suffix: str) -> None:
     """Digits of the probabilities of 4 keys x 4 rows, arranged in registers."""
     arrange, words = sch.get_sblock(f"arrange_p{suffix}"), sch.get_sblock(f"p_words{suffix}")
-    _, quad, digit, _ = _own_loops(sch, arrange, 4)
-    sch.compute_at(words, quad, preserve_unit_loops=True)
+    sch.compute_at(words, _own_loops(sch, arrange, 3)[0], preserve_unit_loops=True)
     _by_vectors(sch, words, 2)
-    sch.tensorize(digit, neon.register_arrange_digits(int(sch.get(digit).extent)))
+    _arrange_digits(sch, arrange)
 
 
 def tile_sv_for_rows(sch: Schedule, suffix: str) -> None:

@@ -115,10 +115,8 @@ def probability_digits(p, digits: int):
     rows, keys = p.shape
     t = te.reduce_axis((0, keys), name="t")
     largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    up, down = (
-        te.compute((rows,), lambda m, i=i: probability_scales(largest[m], digits)[i], name=name)
-        for i, name in enumerate(("p_up", "p_down"))
-    )
+    up = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[0], name="p_up")
+    down = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[1], name="p_down")
     zero = tirx.const(0.0, "float32")
     fixed = te.compute(
         (rows, keys),

@@ -36,9 +36,11 @@ def _as_i32(byte):
     return tirx.Cast("int32", byte)
 
 
-def byte_shift(d, digits: int):
-    """Where the byte of digit d (0 is the most significant) is in a word."""
-    return _i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)
+def word_digit(word, d, digits: int):
+    """Digit d (0 is the most significant) of a `digit_word` as int8."""
+    if digits == 1:
+        return tirx.Cast("int8", word)
+    return tirx.Cast("int8", word >> (_i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)))
 
 
 def digit_word(fixed, digits: int):
@@ -73,8 +75,8 @@ def query_digits(query_t, digits: int):
     words = te.compute(query_t.shape, word, name="query_words")
     arranged = te.compute(
         (rows // ROWS, columns // DOT_BYTES, planes, 4, digits, DOT_BYTES),
-        lambda m, v, e, j, d, x: tirx.Cast(
-            "int8", words[e, v * DOT_BYTES + j * 4 + x % 4, m * ROWS + x // 4] >> byte_shift(d, digits)
+        lambda m, v, e, j, d, x: word_digit(
+            words[e, v * DOT_BYTES + j * 4 + x % 4, m * ROWS + x // 4], d, digits
         ),
         name="arrange_query",
     )
@@ -146,7 +148,7 @@ def probability_digits(p, digits: int):
     words = te.compute((keys, rows), lambda t, m: probability_word(p[t, m], digits), name="p_words")
     return te.compute(
         (rows // ROWS, keys // 4, digits, DOT_BYTES),
-        lambda m, t, d, x: tirx.Cast("int8", words[t * 4 + x % 4, m * ROWS + x // 4] >> byte_shift(d, digits)),
+        lambda m, t, d, x: word_digit(words[t * 4 + x % 4, m * ROWS + x // 4], d, digits),
         name="arrange_p",
     )
 
