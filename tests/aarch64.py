@@ -21,6 +21,7 @@ import gqa_tvm
 from gqa_tvm.kernel_cache import kernel_path
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.variants import Variant, family_variant
+from operator_calls import copies
 
 GCC = shutil.which("aarch64-linux-gnu-gcc")
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
@@ -161,3 +162,10 @@ class AArch64Library:
     def kernel(self, spec: KernelSpec) -> Callable[..., None]:
         path, symbol = build_kernel(spec, self.variant), f"__tvm_ffi_{self.variant.symbol(spec)}"
         return lambda *arguments: self.machine.call(path, symbol, arguments)
+
+
+def run_on(library: AArch64Library, attributes: dict[str, Any], inputs: dict[str, Any], **options: Any) -> Any:
+    """(result, plan) of the operator with a library's kernels, on copies of the inputs."""
+    op = gqa_tvm.GroupQueryAttention(**attributes, **options)
+    op._library = library  # type: ignore[assignment]
+    return op(**copies(inputs)), op.last_plan
