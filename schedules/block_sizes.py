@@ -106,8 +106,9 @@ class BlockSizes:
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
-        most = min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes].get(cache, 0))
-        return cache in self.split_prefill and columns % self.dot_bytes == 0 and columns <= most
+        if cache not in self.split_prefill:
+            return False
+        return columns % self.dot_bytes == 0 and columns <= min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes][cache])
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""

@@ -193,7 +193,7 @@ def register_arrange_values(dtype: str) -> str:
 
 
 def register_arrange_value_pairs(dtype: str) -> str:
-    """Register 16 rows of 16 bytes -> 2 x 4 x 2 vectors: as `register_arrange_values`, two column quads side by side."""
+    """Register 16 rows of 16 bytes -> 2 x 4 x 2 vectors: as `register_arrange_values`, with column quads in pairs."""
 
     def arrange(rows):
         for (quad, j), vector in _quads_of_rows(rows):

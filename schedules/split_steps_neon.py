@@ -13,6 +13,8 @@ _VECTORS = 4
 # Registers of sums of scores and of values; the rest hold arranged codes and digits.
 _SUMS = 16
 _VALUE_SUMS = 24
+# Up to so many sums of scores, by digits, further groups of keys join a tile: they share a load of digits.
+_SHARED_SUMS = {1: 16, 2: 16, 3: 8, 4: 8}
 # Groups of 4 keys of a step.
 _QUADS = 4
 
@@ -39,7 +41,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     scores, sums = sch.get_sblock("qk"), sch.get_sblock("qk_sums")
     digits = int(sch.get(sums).writes[0].source.shape[2])
     rows = largest_divisor(row_tile, _SUMS // digits)
-    quads = largest_divisor(_QUADS, max(1, _SUMS // digits // rows // 2))
+    quads = largest_divisor(_QUADS, max(1, _SHARED_SUMS[digits] // (digits * rows)))
     m, t = _own_loops(sch, scores, 2)
     t_outer, t_quads, t_inner = sch.split(t, [None, quads, _LANES])
     m_outer, m_inner = sch.split(m, [None, rows])

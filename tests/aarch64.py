@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
+from operator_calls import copies
 
 import gqa_tvm
 from gqa_tvm.kernel_cache import kernel_path
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.variants import Variant, family_variant
-from operator_calls import copies
 
 GCC = shutil.which("aarch64-linux-gnu-gcc")
 QEMU = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")

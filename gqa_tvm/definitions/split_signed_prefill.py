@@ -75,9 +75,7 @@ def query_digits(query_t, digits: int):
     words = te.compute(query_t.shape, word, name="query_words")
     arranged = te.compute(
         (rows // ROWS, columns // DOT_BYTES, planes, 4, digits, DOT_BYTES),
-        lambda m, v, e, j, d, x: word_digit(
-            words[e, v * DOT_BYTES + j * 4 + x % 4, m * ROWS + x // 4], d, digits
-        ),
+        lambda m, v, e, j, d, x: word_digit(words[e, v * DOT_BYTES + j * 4 + x % 4, m * ROWS + x // 4], d, digits),
         name="arrange_query",
     )
     return arranged, down
