@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from aarch64 import needs_aarch64, run_on
@@ -15,6 +17,7 @@ from gqa_tvm.definitions import split_integer as si
 from gqa_tvm.definitions import split_signed as signed
 from gqa_tvm.definitions import split_signed_prefill as prefill
 from gqa_tvm.kernels import KernelSpec
+from gqa_tvm.lowering import compile_kernel
 from gqa_tvm.variants import family_variant
 
 TARGET = "arm64-neon-dotprod"
@@ -60,6 +63,20 @@ def test_which_kernels_are_its_own():
     for name in ("i4_h80", "i8_h72", "f32_h64", "i8_h272", "i4_h512"):
         assert owner(name) == "arm64-neon"
     assert variant.sizes.default.split_kv_block <= si.LARGEST_KEYS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["i8", "i4"])
+def test_tiles_stay_in_registers(cache):
+    """QK of whole blocks and of the last ones and SV of whole blocks: dot products by a lane, few loads, no stack."""
+    assembly = compile_kernel(KernelSpec("flash_prefill", "f32", cache, 64), family_variant(TARGET, "aarch64"))
+    parts = re.split(r"^\.L\w+:|^\t(?:b|b\.\w+|cbn?z|tbn?z)\t.*$", assembly.inspect_source("asm"), flags=re.MULTILINE)
+    loops = [part for part in parts if part.count("\tsdot\t") >= 96]
+    assert len(loops) == 4
+    for loop in loops[:3]:
+        products = re.findall(r"sdot\tv\d+\.4s, v\d+\.16b, v\d+\.4b\[\d\]", loop)
+        assert len(products) == loop.count("\tsdot\t") >= 0.8 * len(re.findall(r"^\t[a-z]", loop, re.MULTILINE))
+        assert "[sp" not in loop
 
 
 def _call(cache="i8", tokens=70, total=70, head_size=64, **options):
