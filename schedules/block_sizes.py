@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 # How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
 _DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
-# Kernels of less than float32's precision are there for these instructions, QKGemm alone for this one.
-_REDUCIBLE_DOT_BYTES = (64, 16)
+# QKGemm alone is there for this instruction.
 _QK_GEMM_DOT_BYTES = 64
 _DOT_KEYS = 256
 
@@ -100,7 +99,7 @@ class BlockSizes:
         faster = dict(self.split_integers).get(cache, ())
         if self.decode_kv_block > _DOT_KEYS or not faster:
             return False
-        if self.dot_bytes not in _REDUCIBLE_DOT_BYTES if precision else row_tile not in faster:
+        if not precision and row_tile not in faster:
             return False
         return columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS[self.dot_bytes][cache]
 
