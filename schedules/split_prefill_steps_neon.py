@@ -5,7 +5,8 @@ from __future__ import annotations
 from . import intrinsics_neon as neon
 from .block_sizes import BlockSizes, largest_divisor
 from .split_prefill_steps import _reduce_over_columns
-from .split_steps import _by_vectors, _has_block
+from .split_steps import _by_vectors
+from .split_steps_neon import arrange_block
 from .steps import Schedule, _own_loops, vectorize_last
 
 _BYTES, _LANES = 16, 4
@@ -29,25 +30,9 @@ def _arrange_digits(sch: Schedule, arrange) -> None:
     sch.tensorize(digit if digits > 1 else byte, neon.register_arrange_digits(digits))
 
 
-def _arrange_rows(sch: Schedule, name: str, suffix: str, inner: int, register) -> None:
-    """Arrange rows of a block of keys ahead of their products; inner: own loops of one arrangement in registers."""
-    arrange, load = sch.get_sblock(f"arrange_{name}{suffix}"), sch.get_sblock(f"load_{name}{suffix}")
-    last = arrange
-    if _has_block(sch, f"nibbles_{name}{suffix}"):
-        last = sch.get_sblock(f"nibbles_{name}{suffix}")
-        loops = _own_loops(sch, last, inner + 3)
-        sch.compute_at(arrange, loops[1], preserve_unit_loops=True)
-        _by_vectors(sch, last, inner + 1)
-    vector = _own_loops(sch, arrange, inner + 1)[0]
-    sch.compute_at(load, vector, preserve_unit_loops=True)
-    _by_vectors(sch, load, 2)
-    intrinsic = register(str(sch.get(load).writes[0].source.dtype))
-    sch.tensorize(_own_loops(sch, arrange, inner)[0], intrinsic)
-
-
 def tile_qk_for_rows(sch: Schedule, suffix: str) -> None:
     """Scores [t, m]: the sums of 8 keys x vectors of rows, with all their digits, stay in registers over the head."""
-    _arrange_rows(sch, "k", suffix, 3, neon.register_arrange_key_pairs)
+    arrange_block(sch, f"k{suffix}", 3, neon.register_arrange_key_pairs)
     scores, sums = sch.get_sblock(f"qk{suffix}"), sch.get_sblock(f"qk_sums{suffix}")
     t, m = _own_loops(sch, scores, 2)
     digits = int(sch.get(sums).writes[0].source.shape[2])
@@ -78,7 +63,7 @@ def probabilities_by_vectors(sch: Schedule, suffix: str) -> None:
 
 def tile_sv_for_rows(sch: Schedule, suffix: str) -> None:
     """acc: the sums of 4 rows x 8 columns, with all digits, stay in registers over the keys of the block."""
-    _arrange_rows(sch, "v", suffix, 4, neon.register_arrange_value_pairs)
+    arrange_block(sch, f"v{suffix}", 4, neon.register_arrange_value_pairs)
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
     m, e, column = _own_loops(sch, result, 3)
     m_outer, m_inner = sch.split(m, [None, _LANES])
