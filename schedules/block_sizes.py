@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 # How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
 _DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
-# Kernels of less than float32's precision are there for this instruction.
-_REDUCIBLE_DOT_BYTES = 64
+# QKGemm alone is there for this instruction.
+_QK_GEMM_DOT_BYTES = 64
 _DOT_KEYS = 256
 
 
@@ -99,13 +99,15 @@ class BlockSizes:
         faster = dict(self.split_integers).get(cache, ())
         if self.decode_kv_block > _DOT_KEYS or not faster:
             return False
-        if self.dot_bytes != _REDUCIBLE_DOT_BYTES if precision else row_tile not in faster:
+        if not precision and row_tile not in faster:
             return False
         return columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS[self.dot_bytes][cache]
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
-        return cache in self.split_prefill and columns % self.dot_bytes == 0 and columns <= _PREFILL_COLUMNS
+        if cache not in self.split_prefill:
+            return False
+        return columns % self.dot_bytes == 0 and columns <= min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes][cache])
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
@@ -126,7 +128,7 @@ _SPLIT_INTEGERS = {
     64: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
     16: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
 }
-_SPLIT_PREFILL = {64: ("i8", "i4")}
+_SPLIT_PREFILL = {64: ("i8", "i4"), 16: ("i8", "i4")}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _SHORTEST_TAIL = 16
@@ -200,7 +202,7 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
-    if spec.operation == "qk_gemm" and sizes.dot_bytes != _REDUCIBLE_DOT_BYTES:
+    if spec.operation == "qk_gemm" and sizes.dot_bytes != _QK_GEMM_DOT_BYTES:
         return False
     return spec.operation in ("flash_decode", "qk_gemm") and sizes.splits_integers(
         spec.cache, spec.cache_columns, spec.row_tile, spec.precision

@@ -10,11 +10,15 @@ from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 _LANES = 4
 # Vectors of sums for a vector of bytes.
 _VECTORS = 4
-_DIGITS = 4
-# Registers of sums; the rest hold arranged codes and digits.
+# Registers of sums of scores and of values; the rest hold arranged codes and digits.
 _SUMS = 16
-# Rows that share arranged values: more would not leave registers for their 12 sums each.
-_VALUE_ROWS = 2
+_VALUE_SUMS = 24
+# Up to so many sums of scores, by digits, further groups of keys join a tile: they share a load of digits.
+_SHARED_SUMS = {1: 16, 2: 16, 3: 8, 4: 8}
+# From so many rows on, a step's keys are arranged before the products: those then need fewer registers.
+_MANY_ROWS = 4
+# Groups of 4 keys of a step.
+_QUADS = 4
 
 
 def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
@@ -34,11 +38,26 @@ def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
     sch.tensorize(first, intrinsic)
 
 
+def arrange_block(sch: Schedule, name: str, inner: int, register) -> None:
+    """Arrange the rows of a whole block ahead of their products; inner: own loops of one arrangement in registers."""
+    arrange, load = sch.get_sblock(f"arrange_{name}"), sch.get_sblock(f"load_{name}")
+    if _has_block(sch, f"nibbles_{name}"):
+        nibbles = sch.get_sblock(f"nibbles_{name}")
+        vector = _own_loops(sch, nibbles, inner + 2)[0]
+        sch.compute_at(arrange, vector, preserve_unit_loops=True)
+        _by_vectors(sch, nibbles, inner + 1)
+    sch.compute_at(load, _own_loops(sch, arrange, inner + 1)[0], preserve_unit_loops=True)
+    _by_vectors(sch, load, 2)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype))
+    sch.tensorize(_own_loops(sch, arrange, inner)[0], intrinsic)
+
+
 def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     """Scores [m, t]: for 4 or 8 keys the sums of some rows' digits stay in registers over the columns."""
     scores, sums = sch.get_sblock("qk"), sch.get_sblock("qk_sums")
-    rows = largest_divisor(row_tile, _SUMS // _DIGITS)
-    quads = max(1, _SUMS // _DIGITS // rows // 2)
+    digits = int(sch.get(sums).writes[0].source.shape[2])
+    rows = largest_divisor(row_tile, _SUMS // digits)
+    quads = largest_divisor(_QUADS, max(1, _SHARED_SUMS[digits] // (digits * rows)))
     m, t = _own_loops(sch, scores, 2)
     t_outer, t_quads, t_inner = sch.split(t, [None, quads, _LANES])
     m_outer, m_inner = sch.split(m, [None, rows])
@@ -49,7 +68,10 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.vectorize(t_inner)
     quad, m, d, lane, v, e, j, q = _own_loops(sch, sums, 8)
     sch.reorder(v, e, quad, m, d, lane, j, q)
-    _arrange_rows(sch, "k", v, neon.register_arrange_keys)
+    if row_tile >= _MANY_ROWS:
+        arrange_block(sch, "k", 2, neon.register_arrange_keys)
+    else:
+        _arrange_rows(sch, "k", v, neon.register_arrange_keys)
     for loop in (e, quad, m, d):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, v)
@@ -70,7 +92,8 @@ def digits_by_vectors(sch: Schedule, lanes: int, suffix: str) -> None:
 def tile_sv_for_dots(sch: Schedule, row_tile: int, suffix: str) -> None:
     """acc: the sums of 16 columns of one or two rows stay in registers over the keys, 16 of which pass at a time."""
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
-    rows = largest_divisor(row_tile, _VALUE_ROWS)
+    digits = int(sch.get(product).writes[0].source.shape[1])
+    rows = largest_divisor(row_tile, _VALUE_SUMS // (_VECTORS * digits))
     m, e, column = _own_loops(sch, result, 3)
     m_outer, m_inner = sch.split(m, [None, rows])
     v, vectors, lane = sch.split(column, [None, _VECTORS, _LANES])
@@ -81,7 +104,10 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, suffix: str) -> None:
     sch.vectorize(lane)
     m, d, v, e, i, lane, t, j, b = _own_loops(sch, product, 9)
     sch.reorder(t, v, e, i, m, d, lane, j, b)
-    _arrange_rows(sch, f"v{suffix}", t, neon.register_arrange_values)
+    if row_tile > rows:
+        arrange_block(sch, f"v{suffix}", 3, neon.register_arrange_values)
+    else:
+        _arrange_rows(sch, f"v{suffix}", t, neon.register_arrange_values)
     for loop in (v, e, i, m, d):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tvm_ffi
+from operator_calls import copies
 
 import gqa_tvm
 from gqa_tvm.kernel_cache import kernel_path
@@ -161,3 +162,10 @@ class AArch64Library:
     def kernel(self, spec: KernelSpec) -> Callable[..., None]:
         path, symbol = build_kernel(spec, self.variant), f"__tvm_ffi_{self.variant.symbol(spec)}"
         return lambda *arguments: self.machine.call(path, symbol, arguments)
+
+
+def run_on(library: AArch64Library, attributes: dict[str, Any], inputs: dict[str, Any], **options: Any) -> Any:
+    """(result, plan) of the operator with a library's kernels, on copies of the inputs."""
+    op = gqa_tvm.GroupQueryAttention(**attributes, **options)
+    op._library = library  # type: ignore[assignment]
+    return op(**copies(inputs)), op.last_plan

@@ -79,6 +79,15 @@ def arm(aarch64_server):
         yield library
 
 
+@pytest.fixture(scope="module")
+def dot(aarch64_server):
+    """The kernels of arm64-neon-dotprod on an emulated CPU."""
+    from aarch64 import AArch64Library
+
+    with AArch64Library("arm64-neon-dotprod", aarch64_server) as library:
+        yield library
+
+
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden anew instead of comparing")
 

@@ -6,37 +6,47 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from aarch64 import AArch64Library, needs_aarch64
-from operator_calls import assert_close, assert_same_cache, copies, expected, make_call
+from aarch64 import needs_aarch64, run_on
+from operator_calls import assert_close, assert_same_cache, expected, make_call
 from test_definitions import _elementwise
 from test_split_integer import QUERIES, _call, _exact
 from tvm import tirx
 
-from gqa_tvm import GroupQueryAttention
 from gqa_tvm.definitions import split_integer as si
 from gqa_tvm.definitions import split_signed as signed
 from gqa_tvm.kernels import KernelSpec
 from gqa_tvm.variants import family_variant
 
 TARGET = "arm64-neon-dotprod"
-LARGEST_PROBABILITY = 127 * (2**16 + 2**8 + 1)
 
 
-def test_scale_of_probabilities_fits_three_signed_digits():
-    x = np.concatenate([np.geomspace(1e-29, 1, 3000), 2.0 ** np.arange(-90, 1)]).astype(np.float32)
+@pytest.mark.parametrize("digits", [2, 3])
+def test_scale_of_probabilities_fills_signed_digits(digits):
+    x = np.concatenate([np.geomspace(1e-28, 1, 3000), 2.0 ** np.arange(-90, 1)]).astype(np.float32)
     x = np.concatenate([x, np.nextafter(x, np.float32(0))])
-    bits = lambda v: tirx.reinterpret("int32", v)  # noqa: E731
-    up = _elementwise(lambda v: si.scale_up(si.signed_field(bits(v), signed.TOP_BIT)), x).astype(np.float64)
-    largest = np.rint(x * up)
-    assert (largest <= LARGEST_PROBABILITY).all() and (largest >= 2**21).all()
+    scales = (_elementwise(lambda v, i=i: signed.probability_scales(v, digits)[i], x) for i in (0, 1))
+    up, down = (scale.astype(np.float64) for scale in scales)
+    np.testing.assert_allclose(up * down, 1, rtol=2e-7)
+    largest = np.rint(x * up.astype(np.float32))
+    limit = 127 * sum(256**i for i in range(digits))
+    assert (largest <= limit).all() and (largest >= limit - 5).all()
 
 
-def test_signed_digits_reconstruct_probabilities():
-    fixed = np.concatenate([[127, 128, 32767, 32768, LARGEST_PROBABILITY], np.arange(0, LARGEST_PROBABILITY, 997)])
+@pytest.mark.parametrize("x", [0.0, 1e-38, np.nan])
+def test_scales_of_rows_without_probabilities_are_finite(x):
+    for i in (0, 1):
+        scale = _elementwise(lambda v, i=i: signed.probability_scales(v, 3)[i], np.full(16, x, np.float32))
+        assert np.isfinite(scale).all() and (scale >= np.finfo(np.float32).tiny).all()
+
+
+@pytest.mark.parametrize("digits", [2, 3])
+def test_signed_digits_reconstruct_probabilities(digits):
+    limit = signed.LARGEST_FIXED[digits]
+    fixed = np.concatenate([[127, 128, 32639, limit], np.arange(0, limit, 997)])
     value = 0
-    for d in range(signed.DIGITS):
+    for d in range(digits):
         digit = _elementwise(
-            lambda v, d=d: signed.signed_digit(v, tirx.const(d, "int32")), fixed.astype(np.int32), "int8"
+            lambda v, d=d: signed.signed_digit(v, tirx.const(d, "int32"), digits), fixed.astype(np.int32), "int8"
         )
         value = value * 256 + digit.astype(np.int64)
     np.testing.assert_array_equal(value, fixed)
@@ -62,23 +72,15 @@ def test_which_kernels_are_its_own():
     # Rows that are no multiple of a vector, other formats, other steps; wider rows could overflow.
     for name in ("i4_h80_r1", "i8_h72_r1", "f32_h64_r1", "i8_h512_r1", "i4_h512_r1"):
         assert owner(f"flash_decode_f32_{name}") == "arm64-neon"
-    assert owner("flash_prefill_f32_i8_h64") == owner("append_f32_i8_h64") == "arm64-neon"
+    assert owner("append_f32_i8_h64") == owner("qk_gemm_f32_i8_h64_r2") == "arm64-neon"
     sizes = variant.sizes.default
     assert not replace(sizes, decode_kv_block=512).splits_integers("i8", 64, 1)
     for products in (signed.LARGEST_ELEMENTS, si.LARGEST_KEYS):
         assert 128 * 128 * products * (2**8 + 1) < 2**31
 
 
-@pytest.fixture(scope="module")
-def dot(aarch64_server):
-    with AArch64Library(TARGET, aarch64_server) as library:
-        yield library
-
-
 def _run(library, attributes, inputs):
-    op = GroupQueryAttention(**attributes)
-    op._library = library
-    return op(**copies(inputs))
+    return run_on(library, attributes, inputs)[0]
 
 
 def _assert_as_float32(dot, arm, attributes, inputs, units=2e-7):

@@ -28,7 +28,8 @@ VARIANTS = {
     for name in names
     if (name, architecture) != ("generic", "aarch64")
 }
-# A target's file is there where its code is its own. One target of an architecture has what hardly differs.
+# A target's file is there where its code is its own. One target of an architecture has what hardly differs, and none of
+# generic is there, whose code is that of arm64-neon with other tiles.
 READABLE = ("flash_prefill_f32_i8_h64", "flash_decode_f32_i8_h64_r1")
 ALSO_READABLE = {
     "x86-avx2": ("append_f32_i8_h64", "naive_f32_i8_h64"),
@@ -52,7 +53,12 @@ def _owned(target: str, names: tuple[str, ...]) -> list[KernelSpec]:
     return [spec for spec in specs if variant.owner(spec) is variant]
 
 
-FILES = [(target, spec) for target in VARIANTS for spec in _owned(target, (*READABLE, *ALSO_READABLE.get(target, ())))]
+FILES = [
+    (target, spec)
+    for target in VARIANTS
+    if target != "generic"
+    for spec in _owned(target, (*READABLE, *ALSO_READABLE.get(target, ())))
+]
 
 
 # Declarations, and regions that follow from the statements.

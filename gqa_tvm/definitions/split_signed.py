@@ -1,8 +1,8 @@
 """Products by integer dot products of signed bytes, with 16-byte vectors: `split_integer` for CPUs that have those.
 
-Digits of a query row are the four of `split_integer`. Probabilities are three signed digits of 23 bits. Codes are taken
-as they are, INT4 codes 16 times as large (a nibble's place in its byte), which the scales of the sums take back: with
-signed operands nothing has to be subtracted. Columns keep their order.
+Digits of a query row are those of `split_integer`. Probabilities are signed digits too, three of 23 bits or two of 15,
+scaled to fill them. Codes are taken as they are, INT4 codes 16 times as large (a nibble's place in its byte), which the
+scales of the sums take back: with signed operands nothing has to be subtracted. Columns keep their order.
 
 No int32 overflows: a lane sums all columns of a key, at most LARGEST_ELEMENTS products of 128 x 128, or LARGEST_KEYS
 values; joining digits shifts by 8 bits.
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import fixed_probabilities, join_digits, load_rows, signed_field
+from .split_integer import fixed_point, join_digits, load_rows
 
-# Digits of a probability, and the highest bit of its integer.
-QUERY_DIGITS = 4
-DIGITS, TOP_BIT = 3, 22
 DOT_BYTES = 16
+# What so many digits of a probability hold, less the rounding of the scale.
+LARGEST_FIXED = {2: 32639, 3: 8355711 - 3}
+# Smaller probabilities count as this large: the inverse of their scale stays a normal float32.
+_SMALLEST_PROBABILITY = 2.0**-96
 LARGEST_ELEMENTS = 496
 # Rows of values that are arranged together: as many as a vector holds digits for.
 VALUE_ROWS = 16
@@ -72,7 +73,7 @@ def value_codes(cache_rows, last_row, planes: int):
 def qk_gemm_digits(digits, down, code_at, shape):
     """Scores [M, T_block] float32 of query digits against codes.
 
-    digits [M, 4, C / 16, E, 16] int8; down [M] float32: scale of a row's sums; code_at: function of `key_codes`;
+    digits [M, D, C / 16, E, 16] int8; down [M] float32: scale of a row's sums; code_at: function of `key_codes`;
     shape: (T_block, C / 16, E).
     """
     rows, count = (int(n) for n in digits.shape[:2])
@@ -91,35 +92,55 @@ def qk_gemm_digits(digits, down, code_at, shape):
     return te.compute((rows, keys), lambda m, t: joined(m, t) * down[m], name="qk")
 
 
-def signed_digit(fixed, d):
-    """Digit d (0 is the most significant) of an int32 in [0, 8355711] as int8: the lower ones round up or down."""
+def signed_digit(fixed, d, digits: int):
+    """Digit d (0 is the most significant) of an int32 >= 0 as int8: the lower ones round up or down."""
     i32 = lambda value: tirx.const(value, "int32")  # noqa: E731 - a typed literal
-    below = tirx.Select(d == 0, i32(0x8080), tirx.Select(d == 1, i32(0x80), i32(0)))
-    shift = i32(8 * (DIGITS - 1)) - tirx.Cast("int32", d) * i32(8)
+    below = i32(0)
+    for upper in range(digits - 1):
+        below = tirx.Select(d == upper, i32(0x808080 >> (8 * (4 - digits + upper))), below)
+    shift = i32(8 * (digits - 1)) - tirx.Cast("int32", d) * i32(8)
     return tirx.Cast("int8", (fixed + below) >> shift)
 
 
-def probability_digits(p):
-    """Digits [M, 3, T_block] int8 of probabilities [M, T_block] >= 0 and the rows' scale_down [M]; NaN counts as 0."""
+def probability_scales(largest, digits: int):
+    """(up, down): what makes the largest probability of a row fill its digits, and its inverse; NaN counts as tiny."""
+    f32 = lambda value: tirx.const(value, "float32")  # noqa: E731 - a typed literal
+    limit, smallest = LARGEST_FIXED[digits], f32(_SMALLEST_PROBABILITY)
+    magnitude = tirx.Select(largest > smallest, largest, smallest)
+    return f32(limit) / magnitude, magnitude * f32(1.0 / limit)
+
+
+def probability_digits(p, digits: int):
+    """Digits [M, digits, T_block] int8 of probabilities [M, T_block] >= 0 and the rows' scale [M]; NaN counts as 0."""
     rows, keys = p.shape
-    fixed, down_at = fixed_probabilities(p, lambda bits: signed_field(bits, TOP_BIT))
-    digits = te.compute((rows, DIGITS, keys), lambda m, d, key: signed_digit(fixed[m, key], d), name="p_digits")
-    return digits, down_at
+    t = te.reduce_axis((0, keys), name="t")
+    largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
+    up = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[0], name="p_up")
+    down = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[1], name="p_down")
+    zero = tirx.const(0.0, "float32")
+    fixed = te.compute(
+        (rows, keys),
+        lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), up[m]),
+        name="p_fixed",
+    )
+    shape = (rows, digits, keys)
+    return te.compute(shape, lambda m, d, key: signed_digit(fixed[m, key], d, digits), name="p_digits"), down
 
 
-def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta):
+def sv_gemm_digits(digits, down, code_at, accumulator, row_beta, fmt: str):
     """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
 
-    digits [M, 3, T_block] int8; down_at: function m -> scale of a row's sums; code_at: function of `value_codes`;
-    accumulator [M, E, C] float32.
+    digits [M, D, T_block] int8 and down [M] of `probability_digits`; code_at: function of `value_codes`; accumulator
+    [M, E, C] float32.
     """
     rows, planes, columns = (int(n) for n in accumulator.shape)
-    keys = int(digits.shape[2])
+    count, keys = (int(n) for n in digits.shape[1:])
+    factor = tirx.const(1.0 / CODE_FACTOR[fmt], "float32")
     t = te.reduce_axis((0, keys // VALUE_ROWS), name="t")
     j, b = te.reduce_axis((0, VALUE_ROWS // 4), name="j"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     product = te.compute(
-        (rows, DIGITS, columns // DOT_BYTES, planes, DOT_BYTES // 4, 4),
+        (rows, count, columns // DOT_BYTES, planes, DOT_BYTES // 4, 4),
         lambda m, d, v, e, i, lane: te.sum(
             as_i32(code_at(t, v, e, i, j, lane * 4 + b)) * as_i32(digits[m, d, t * VALUE_ROWS + j * 4 + b]),
             axis=[t, j, b],
@@ -128,7 +149,7 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta):
     )
 
     def added(m, e, c):
-        sums = [product[m, d, c // DOT_BYTES, e, c // 4 % (DOT_BYTES // 4), c % 4] for d in range(DIGITS)]
-        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * down_at(m)
+        sums = [product[m, d, c // DOT_BYTES, e, c // 4 % (DOT_BYTES // 4), c % 4] for d in range(count)]
+        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (down[m] * factor)
 
     return te.compute(accumulator.shape, added, name="sv")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from tvm.script import tirx as T
 
+from ..definitions import split_signed
 from ..kernel_arguments import ENTRY_PAST, ENTRY_TOTAL
 from ..kernels import KernelSpec
+from . import split_prefill, split_signed_prefill
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
@@ -19,7 +21,7 @@ from .rows_last import (
     pack_query,
     rows_last_steps,
 )
-from .split_prefill import allocate_split_state, emit_query_words, emit_split_block, split_prefill_steps
+from .split_prefill import emit_query_words, emit_split_block
 
 
 def _emit_block(spec, steps, x, scalars, rows, b, n, begin, total, state: RowsLastState, split) -> None:
@@ -35,29 +37,36 @@ def _emit_block(spec, steps, x, scalars, rows, b, n, begin, total, state: RowsLa
     emit_sv(spec, steps, CacheBlock(x.value_cache, b, n, begin, last, steps.kv_block), rows, scores, state)
 
 
-def _steps(spec: KernelSpec, sizes, splits: bool):
+def _split_form(spec: KernelSpec, sizes):
+    """The module that multiplies by integer dot products, None = float32."""
+    if not sizes.splits_prefill(spec.cache, spec.cache_columns):
+        return None
+    return split_signed_prefill if sizes.dot_bytes == split_signed.DOT_BYTES else split_prefill
+
+
+def _steps(spec: KernelSpec, sizes, form):
     """The steps of whole blocks of keys and of the blocks at their end."""
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
-    blocks = ((sizes.split_kv_block if splits else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
-    if splits:
-        return [split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
+    blocks = ((sizes.split_kv_block if form else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
+    if form:
+        return [form.split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
     return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
 
 
-def _prepare_rows(spec: KernelSpec, steps, splits: bool, state: RowsLastState):
+def _prepare_rows(spec: KernelSpec, steps, form, state: RowsLastState):
     """The digits of the rows, where the products take them."""
-    if not splits:
+    if not form:
         return None
-    split = allocate_split_state(spec, int(state.m.shape[0]))
+    split = form.allocate_split_state(spec, int(state.m.shape[0]))
     emit_query_words(steps, state, split)
     return split
 
 
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
-    splits = sizes.splits_prefill(spec.cache, spec.cache_columns)
+    form = _split_form(spec, sizes)
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
-    whole_blocks, tail_blocks = _steps(spec, sizes, splits)
+    whole_blocks, tail_blocks = _steps(spec, sizes, form)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
 
     @T.prim_func(s_tir=True)
@@ -114,7 +123,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
-                split = T.meta_var(_prepare_rows(spec, whole_blocks, splits, state))
+                split = T.meta_var(_prepare_rows(spec, whole_blocks, form, state))
                 first_seeing_row = T.sblock_alloc_buffer((1,), "int32")
                 # Set here as well, so that its storage is the task's.
                 first_seeing_row[0] = 0

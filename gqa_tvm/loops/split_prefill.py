@@ -94,14 +94,15 @@ def emit_query_words(steps: SplitPrefillSteps, state: RowsLastState, split: Spli
     """The digits of the task's rows."""
     with T.sblock("query_words_step"):
         T.reads(whole(state.query_t))
-        T.writes(whole(split.words), whole(split.offsets), whole(split.down))
-        splice(steps.query, [state.query_t, split.words, split.offsets, split.down])
+        T.writes(*(whole(operand) for operand in split[:-1]))
+        splice(steps.query, [state.query_t, *split[:-1]])
 
 
 def _emit_scores(spec, steps: SplitPrefillSteps, x, scalars, rows, block: CacheBlock, split: SplitPrefillState):
     scores = T.sblock_alloc_buffer((steps.kv_block, split.down.shape[0]))
     region = cache_region(spec, block)
-    operands = split.words, split.offsets, split.down
+    # All but the weight.
+    operands = split[:-1]
     with T.sblock(f"qk{steps.suffix}_step"):
         T.reads(region, *(whole(operand) for operand in operands))
         T.writes(whole(scores))

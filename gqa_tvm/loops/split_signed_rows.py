@@ -29,31 +29,33 @@ __all__ = [
 class SignedRows(NamedTuple):
     """Rows as `split_signed.qk_gemm_digits` takes them."""
 
-    digits: Any  # [rows, 4, C / 16, E, 16] int8
+    digits: Any  # [rows, D, C / 16, E, 16] int8
     down: Any  # [rows] float32, NaN for a row that is not finite
 
 
 def allocate_split_rows(spec: KernelSpec, rows: int) -> SignedRows:
     vectors = spec.cache_columns // signed.DOT_BYTES
-    shape = (rows, signed.QUERY_DIGITS, vectors, spec.cache_planes, signed.DOT_BYTES)
+    digits, _ = si.decode_digits(spec.precision)
+    shape = (rows, digits, vectors, spec.cache_planes, signed.DOT_BYTES)
     return SignedRows(T.sblock_alloc_buffer(shape, "int8"), T.sblock_alloc_buffer((rows,)))
 
 
 def split_rows(spec: KernelSpec, query, count, target: SignedRows) -> None:
     """Fill `target` from the first `count` rows of query [rows, E, C] float32."""
     planes, columns = spec.cache_planes, spec.cache_columns
+    digits, _ = si.decode_digits(spec.precision)
     largest = T.sblock_alloc_buffer((1,), "int32")
     with T.serial(0, count) as r:
         T.buffer_store(largest, T.int32(0), [0])
         with T.grid(planes, columns) as (e, c):
             T.buffer_store(largest, tirx.max(largest[0], magnitude_bits(query[r, e, c])), [0])
         finite = T.bind(si.is_finite(largest[0]))
-        up, down = (T.bind(scale) for scale in si.row_scales(largest[0], signed.QUERY_DIGITS))
+        up, down = (T.bind(scale) for scale in si.row_scales(largest[0], digits))
         T.buffer_store(target.down, down * T.float32(1.0 / signed.CODE_FACTOR[spec.cache]), [r])
         with T.grid(planes, columns // signed.DOT_BYTES, signed.DOT_BYTES) as (e, v, x):
             element = query[r, e, v * signed.DOT_BYTES + x]
             fixed = T.bind(si.fixed_point(tirx.Select(finite, element, T.float32(0)), up))
-            for d, digit in enumerate(si.signed_digits(fixed, signed.QUERY_DIGITS)):
+            for d, digit in enumerate(si.signed_digits(fixed, digits)):
                 T.buffer_store(target.digits, digit, [r, d, v, e, x])
 
 
@@ -61,7 +63,8 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     """scores = query keys^T; arguments: cache rows, last row, the fields of `SignedRows`, scores."""
     cache_rows, last_row = stored_rows(spec, kv_block)
     vectors, planes = spec.cache_columns // signed.DOT_BYTES, spec.cache_planes
-    digits = te.placeholder((row_tile, signed.QUERY_DIGITS, vectors, planes, signed.DOT_BYTES), "int8", name="digits")
+    count, _ = si.decode_digits(spec.precision)
+    digits = te.placeholder((row_tile, count, vectors, planes, signed.DOT_BYTES), "int8", name="digits")
     down = te.placeholder((row_tile,), name="down")
     code_at = signed.key_codes(cache_rows, last_row, planes)
     scores = signed.qk_gemm_digits(digits, down, code_at, (kv_block, vectors, planes))
@@ -78,13 +81,13 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
 
 def _sv_step(spec: KernelSpec, row_tile: int, kv_block: int, suffix: str = ""):
     cache_rows, last_row = stored_rows(spec, kv_block)
-    planes, factor = spec.cache_planes, tirx.const(1.0 / signed.CODE_FACTOR[spec.cache], "float32")
+    planes = spec.cache_planes
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
     beta = te.placeholder((row_tile,), name="row_beta")
-    digits, down_at = signed.probability_digits(p)
+    digits, down = signed.probability_digits(p, si.decode_digits(spec.precision)[1])
     code_at = signed.value_codes(cache_rows, tirx.const(kv_block - 1, "int32") if suffix else last_row, planes)
-    result = signed.sv_gemm_digits(digits, lambda m: down_at(m) * factor, code_at, accumulator, beta)
+    result = signed.sv_gemm_digits(digits, down, code_at, accumulator, beta, spec.cache)
     return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
