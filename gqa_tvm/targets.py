@@ -53,6 +53,16 @@ FAMILIES = (
         base="x86-avx512",
     ),
     Target("x86-avx512", "x86-64", "skylake-avx512", _AVX512, 64, 32, 512 * _KIB),
+    Target(
+        "x86-avx-vnni",
+        "x86-64",
+        "haswell",
+        _AVX2 | {"avx_vnni"},
+        *(32, 16, 256 * _KIB),
+        mattr=("+avxvnni",),
+        dot_bytes=32,
+        base="x86-avx2",
+    ),
     Target("x86-avx2", "x86-64", "haswell", _AVX2, 32, 16, 256 * _KIB),
     Target(
         "generic",

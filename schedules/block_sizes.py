@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from ..targets import TargetFacts
 
 # How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
-_DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 16: {"i8": 496, "i4": 248}}
+_DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 32: {"i8": 512, "i4": 512}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
-# Kernels of less than float32's precision are there for this instruction.
-_REDUCIBLE_DOT_BYTES = 64
+# Kernels of less than float32's precision, and for rows that are no multiple of a vector, are there for these
+# instructions, of unsigned by signed bytes.
+_UNSIGNED_DOT_BYTES = (64, 32)
 _DOT_KEYS = 256
 
 
@@ -57,6 +58,8 @@ class BlockSizes:
     split_prefill: tuple[str, ...] = ()
     split_kv_block: int = 128
     dot_bytes: int = 64
+    # vectors of int32 sums that stay in registers
+    dot_sums: int = 24
     # flash_decode of several rows: vectors of the query that stay in registers for a tile of keys, 0 = products take
     # them from memory
     decode_query_vectors: int = 0
@@ -99,13 +102,29 @@ class BlockSizes:
         faster = dict(self.split_integers).get(cache, ())
         if self.decode_kv_block > _DOT_KEYS or not faster:
             return False
-        if self.dot_bytes != _REDUCIBLE_DOT_BYTES if precision else row_tile not in faster:
+        if self.dot_bytes not in _UNSIGNED_DOT_BYTES if precision else row_tile not in faster:
             return False
-        return columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS[self.dot_bytes][cache]
+        width = self.dot_width(columns)
+        return width > 0 and columns <= _DOT_COLUMNS[width][cache]
+
+    def dot_width(self, columns: int) -> int:
+        """Bytes of the vectors in which flash_decode takes rows of so many stored columns, 0 = there are none.
+
+        Those that take the fewest bytes altogether, the widest of them.
+        """
+        if self.dot_bytes not in _UNSIGNED_DOT_BYTES:
+            return self.dot_bytes if columns % self.dot_bytes == 0 else 0
+        widths = [width for width in _UNSIGNED_DOT_BYTES if width <= min(columns, self.dot_bytes)]
+        return min(widths, key=lambda width: -(-columns // width) * width, default=0)
+
+    def value_width(self, columns: int) -> int:
+        """Bytes of the vectors in which flash_prefill takes values of so many stored columns, 0 = there are none."""
+        widths = [width for width in _UNSIGNED_DOT_BYTES if width <= min(columns, self.dot_bytes)]
+        return next((width for width in widths if columns % (width // 4) == 0), 0)
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
-        return cache in self.split_prefill and columns % self.dot_bytes == 0 and columns <= _PREFILL_COLUMNS
+        return cache in self.split_prefill and columns <= _PREFILL_COLUMNS and self.value_width(columns) > 0
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
@@ -124,9 +143,10 @@ class BlockSizes:
 # instructions.
 _SPLIT_INTEGERS = {
     64: (("i8", (1, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+    32: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
     16: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
 }
-_SPLIT_PREFILL = {64: ("i8", "i4")}
+_SPLIT_PREFILL = {64: ("i8", "i4"), 32: ("i8", "i4")}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _SHORTEST_TAIL = 16
@@ -169,6 +189,7 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
         split_prefill=_SPLIT_PREFILL.get(facts.dot_bytes, ()),
         dot_bytes=facts.dot_bytes or 64,
+        dot_sums=24 if facts.vector_registers >= 32 else 12,
         decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,
     )
 
@@ -201,7 +222,7 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
-    if spec.operation == "qk_gemm" and sizes.dot_bytes != _REDUCIBLE_DOT_BYTES:
+    if spec.operation == "qk_gemm" and sizes.dot_bytes not in _UNSIGNED_DOT_BYTES:
         return False
     return spec.operation in ("flash_decode", "qk_gemm") and sizes.splits_integers(
         spec.cache, spec.cache_columns, spec.row_tile, spec.precision

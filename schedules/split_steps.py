@@ -8,7 +8,8 @@ from . import intrinsics_vnni as vnni
 from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 
 _KEYS = 16
-_BYTES = 64
+# Sums of three digits with the 4 vectors that 4 rows of one vector make.
+_VALUE_SUMS = 12
 # Few rows have too few products to hide the shuffles of whole rows: they take half a row at a time, which the CPU's
 # window spans. More rows share a vector of digits between two groups of 4 keys.
 _ROWS_BY_HALVES = 2
@@ -36,16 +37,23 @@ def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
     arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
     sch.compute_at(arrange, at, preserve_unit_loops=True)
     sch.compute_at(load, at, preserve_unit_loops=True)
-    row, column = _own_loops(sch, load, 2)
-    vectors, inner = sch.split(column, [None, _BYTES])
-    sch.unroll(row)
-    sch.unroll(vectors)
-    sch.vectorize(inner)
-    intrinsic = register(str(sch.get(load).writes[0].source.dtype))
+    size = load_by_vectors(sch, load, arrange)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype), size)
     t, vectors, j, _ = _own_loops(sch, arrange, 4)
     sch.unroll(t)
     sch.unroll(vectors)
     sch.tensorize(j, intrinsic)
+
+
+def load_by_vectors(sch: Schedule, load, arrange) -> int:
+    """Load rows by the vectors that are arranged next; returns their bytes."""
+    size = int(sch.get(arrange).writes[0].source.shape[-1])
+    row, column = _own_loops(sch, load, 2)
+    vectors, inner = sch.split(column, [None, size])
+    sch.unroll(row)
+    sch.unroll(vectors)
+    sch.vectorize(inner)
+    return size
 
 
 def _by_vectors(sch: Schedule, block, loops: int) -> None:
@@ -77,7 +85,16 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     _tensorize_sums(sch, sums, None if by_halves else quad)
     key = _own_loops(sch, total, 2)[0]
     _by_vectors(sch, sch.decompose_reduction(total, key), 1)
-    sch.tensorize(key, vnni.register_group_sum())
+    lanes = _lanes(sch, joined)
+    if lanes != _KEYS:
+        outer, key = sch.split(key, [None, lanes])
+        sch.unroll(outer)
+    sch.tensorize(key, vnni.register_group_sum(4 * lanes))
+
+
+def _lanes(sch: Schedule, block) -> int:
+    """Lanes of the vectors that a block writes."""
+    return int(sch.get(block).writes[0].source.shape[-1])
 
 
 def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
@@ -90,7 +107,7 @@ def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, v)
     _by_vectors(sch, zeros, 4)
-    sch.tensorize(lane, vnni.register_dot_keys())
+    sch.tensorize(lane, vnni.register_dot_keys(4 * _lanes(sch, sums)))
 
 
 def digits_by_vectors(sch: Schedule, lanes: int) -> None:
@@ -103,15 +120,19 @@ def digits_by_vectors(sch: Schedule, lanes: int) -> None:
     sch.unroll(d)
 
 
-def tile_sv_for_dots(sch: Schedule, row_tile: int, lanes: int) -> None:
-    """acc: two rows, or two halves of one, with their digits stay in registers over the keys."""
+def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
+    """acc: two rows, or two halves of one, with their digits stay in registers over the keys, or one where not more
+    than most_sums vectors fit."""
     product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
     m, e, column = _own_loops(sch, result, 3)
-    rows = 2 if row_tile % 2 == 0 else 1
-    vectors = int(sch.get(column).extent) // _BYTES
-    halves = 2 if rows == 1 and vectors % 2 == 0 else 1
+    lanes = _lanes(sch, product)
+    size = 4 * lanes
+    fits_two = most_sums >= 2 * _VALUE_SUMS
+    rows = 2 if row_tile % 2 == 0 and fits_two else 1
+    vectors = int(sch.get(column).extent) // size
+    halves = 2 if rows == 1 and vectors % 2 == 0 and fits_two else 1
     m_outer, m_inner = sch.split(m, [None, rows])
-    column_outer, outer, inner = sch.split(column, [None, halves * _BYTES // lanes, lanes])
+    column_outer, outer, inner = sch.split(column, [None, halves * size // lanes, lanes])
     sch.reorder(m_outer, column_outer, e, m_inner, outer, inner)
     sch.compute_at(product, e, preserve_unit_loops=True)
     for loop in (m_inner, outer):
@@ -124,4 +145,4 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, lanes: int) -> None:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
     _by_vectors(sch, zeros, 6)
-    sch.tensorize(lane, vnni.register_dot_values())
+    sch.tensorize(lane, vnni.register_dot_values(size))

@@ -40,7 +40,7 @@ def _steps(spec: KernelSpec, sizes, splits: bool):
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     blocks = ((sizes.split_kv_block if splits else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
     if splits:
-        return [split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
+        return [split_prefill_steps(spec, sizes, keys, M, suffix) for keys, suffix in blocks]
     return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
 
 
@@ -56,7 +56,8 @@ def _prepare_rows(spec: KernelSpec, steps, splits: bool, state: RowsLastState):
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
     splits = sizes.splits_prefill(spec.cache, spec.cache_columns)
-    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    M = sizes.q_block
+    columns = spec.cache_columns if splits else sizes.padded_columns(spec.cache_columns)
     whole_blocks, tail_blocks = _steps(spec, sizes, splits)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
 
