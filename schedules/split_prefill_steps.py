@@ -6,7 +6,7 @@ import math
 
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
-from .split_steps import _by_vectors, _has_block, load_by_vectors
+from .split_steps import _by_vectors, arrange_block
 from .steps import Schedule, _own_loops, reduce_down_columns, vectorize_last
 
 # Keys of a lane.
@@ -67,7 +67,9 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     sch.vectorize(lane)
     key, digit, row, e, c, q = _own_loops(sch, sums, 6)
     vector, lane = sch.split(row, [None, sizes.lanes])
-    sch.reorder(e, c, key, vector, digit, lane, q)
+    words_stay = _all_operands_stay(sizes) or key_tile >= vectors * digits
+    tile = (key, vector, digit) if words_stay else (vector, digit, key)
+    sch.reorder(e, c, *tile, lane, q)
     for loop in (key, vector, digit):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, e)
@@ -75,6 +77,12 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     sch.tensorize(lane, vnni.register_dot_rows(4 * sizes.lanes))
 
 
+def _all_operands_stay(sizes: BlockSizes) -> bool:
+    """Whether registers are left beside the sums for all operands of a tile: else the fewer stay, others pass."""
+    return sizes.dot_sums >= _MANY_SUMS
+
+
+_MANY_SUMS = 24
 # By digits: vectors of rows of a tile. Its sums leave room for 6 words and a broadcast.
 _QK_VECTORS = {1: 3, 2: 3, 3: 2}
 
@@ -90,24 +98,7 @@ def probabilities_by_vectors(sch: Schedule, name_suffix: str) -> None:
 
 def values_by_vectors(sch: Schedule, suffix: str) -> None:
     """The values of a block of keys, 4 rows at a time, as the dot products take them."""
-    arrange, load = sch.get_sblock(f"arrange_v{suffix}"), sch.get_sblock(f"load_v{suffix}")
-    at = arrange
-    if _has_block(sch, f"nibbles_v{suffix}"):
-        at = sch.get_sblock(f"nibbles_v{suffix}")
-        quad = _own_loops(sch, at, 5)[0]
-        sch.compute_at(arrange, quad, preserve_unit_loops=True)
-        _, v, e, j, x = _own_loops(sch, at, 5)
-        for loop in (v, e, j):
-            sch.unroll(loop)
-        sch.vectorize(x)
-    else:
-        quad = _own_loops(sch, arrange, 4)[0]
-    sch.compute_at(load, quad, preserve_unit_loops=True)
-    size = load_by_vectors(sch, load, arrange)
-    intrinsic = vnni.register_arrange_values_in_order(str(sch.get(load).writes[0].source.dtype), size)
-    _, v, j, _ = _own_loops(sch, arrange, 4)
-    sch.unroll(v)
-    sch.tensorize(j, intrinsic)
+    arrange_block(sch, f"v{suffix}", vnni.register_arrange_values_in_order)
 
 
 def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
@@ -127,7 +118,9 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     sch.vectorize(lane)
     m, d, e, column, t, b = _own_loops(sch, product, 6)
     vector, lane = sch.split(column, [None, lanes])
-    sch.reorder(t, e, m, d, vector, lane, b)
+    values_stay = _all_operands_stay(sizes) or vectors < rows * digits
+    tile = (m, d, vector) if values_stay else (vector, m, d)
+    sch.reorder(t, e, *tile, lane, b)
     for loop in (e, m, d, vector):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)

@@ -56,6 +56,27 @@ def load_by_vectors(sch: Schedule, load, arrange) -> int:
     return size
 
 
+def arrange_block(sch: Schedule, suffix: str, register) -> None:
+    """Rearrange all rows of a block of keys ahead of their use, 4 at a time; INT4 planes are split there."""
+    arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
+    if _has_block(sch, f"nibbles_{suffix}"):
+        nibbles = sch.get_sblock(f"nibbles_{suffix}")
+        quad = _own_loops(sch, nibbles, 5)[0]
+        sch.compute_at(arrange, quad, preserve_unit_loops=True)
+        _, v, e, j, x = _own_loops(sch, nibbles, 5)
+        for loop in (v, e, j):
+            sch.unroll(loop)
+        sch.vectorize(x)
+    else:
+        quad = _own_loops(sch, arrange, 4)[0]
+    sch.compute_at(load, quad, preserve_unit_loops=True)
+    size = load_by_vectors(sch, load, arrange)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype), size)
+    _, v, j, _ = _own_loops(sch, arrange, 4)
+    sch.unroll(v)
+    sch.tensorize(j, intrinsic)
+
+
 def _by_vectors(sch: Schedule, block, loops: int) -> None:
     """Unroll the own loops of a block down to the last, which is a vector."""
     own = _own_loops(sch, block, loops)
@@ -64,7 +85,7 @@ def _by_vectors(sch: Schedule, block, loops: int) -> None:
     sch.vectorize(own[-1])
 
 
-def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
+def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     """Scores [m, t]: for `quads` times 4 keys all rows' digits, then lane groups joined and summed for 16 keys."""
     scores, total = sch.get_sblock("qk"), sch.get_sblock("qk_total")
     joined, sums = sch.get_sblock("qk_join"), sch.get_sblock("qk_sums")
@@ -74,7 +95,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.vectorize(t_inner)
     sch.compute_at(total, m, preserve_unit_loops=True)
     sch.compute_at(joined, t_outer, preserve_unit_loops=True)
-    by_halves = row_tile <= _ROWS_BY_HALVES
+    by_halves = row_tile <= (_ROWS_BY_HALVES if most_sums >= 2 * _VALUE_SUMS else 1)
     row, quad, lane = _own_loops(sch, joined, 3)
     quad, quads = sch.split(quad, [None, 1 if by_halves else 2])
     sch.reorder(quad, row, quads, lane)
@@ -139,9 +160,16 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
         sch.unroll(loop)
     sch.vectorize(inner)
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
-    sch.reorder(t, v, e, m, d, j, lane, b)
-    _arrange_rows(sch, "v", v, vnni.register_arrange_values)
-    for loop in (v, e, m, d, j):
+    if fits_two and not __import__("os").environ.get("B1"):
+        tile = (v, e, m, d, j)
+        sch.reorder(t, *tile, lane, b)
+        _arrange_rows(sch, "v", v, vnni.register_arrange_values)
+    else:
+        # Values pass through one register, so that the digits stay in others.
+        tile = (v, e, j, m, d)
+        sch.reorder(t, *tile, lane, b)
+        arrange_block(sch, "v", vnni.register_arrange_values)
+    for loop in tile:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
     _by_vectors(sch, zeros, 6)

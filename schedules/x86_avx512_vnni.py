@@ -29,7 +29,7 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
         return
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
-    split_steps.tile_qk_for_dots(sch, row_tile)
+    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
     split_steps.tile_sv_for_dots(sch, row_tile, sizes.dot_sums)
@@ -41,4 +41,4 @@ def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, colu
         generic.schedule_qk_gemm(sch, sizes, row_tile, columns)
         return
     steps.parallelize_tasks(sch)
-    split_steps.tile_qk_for_dots(sch, row_tile)
+    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)
