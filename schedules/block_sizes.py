@@ -229,6 +229,14 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     )
 
 
+def decode_columns(spec: KernelSpec, sizes: BlockSizes) -> int:
+    """Columns of a row of flash_decode's accumulators: those of the cache, padded to whole vectors."""
+    columns = spec.cache_columns
+    split = multiplies_digits(spec, sizes) and sizes.dot_bytes in _UNSIGNED_DOT_BYTES
+    width = sizes.dot_width(columns) if split else sizes.lanes
+    return -(-columns // width) * width
+
+
 def largest_divisor(value: int, limit: int) -> int:
     """The largest divisor of `value` that is at most `limit`."""
     return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)

@@ -44,21 +44,21 @@ def byte_of(word, index):
     return tirx.Cast("int8", word >> (tirx.Cast("int32", index) * _i32(8)))
 
 
-def query_words(query_t, fmt: str, digits: int):
+def query_words(query_t, columns: int, fmt: str, digits: int):
     """Digits of rows as lanes.
 
-    query_t [E, C, M] float32. Returns words [digits, E, C / 4, M] int32 of 4 columns each, offsets [digits, M] int32:
+    query_t [E, padded C, M] float32, columns: C, a multiple of 4. Returns words [digits, E, C / 4, M] int32 of 4 columns each, offsets [digits, M] int32:
     the dot product of a row's digits with the code of zero, and down [M] float32: what the joined sums are multiplied
     by, NaN for a row that is not finite.
     """
-    planes, columns, rows = (int(n) for n in query_t.shape)
+    planes, _, rows = (int(n) for n in query_t.shape)
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, columns), name="c")
     largest = te.compute((rows,), lambda m: te.max(magnitude_bits(query_t[e, c, m]), axis=[e, c]), name="query_largest")
     up = te.compute((rows,), lambda m: row_scales(largest[m], digits)[0], name="query_up")
     down = te.compute((rows,), lambda m: row_scales(largest[m], digits)[1], name="query_down")
     zero = _f32(0.0)
     fixed = te.compute(
-        query_t.shape,
+        (planes, columns, rows),
         lambda e, c, m: fixed_point(tirx.Select(is_finite(largest[m]), query_t[e, c, m], zero), up[m]),
         name="query_fixed",
     )

@@ -56,8 +56,8 @@ def _prepare_rows(spec: KernelSpec, steps, splits: bool, state: RowsLastState):
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
     splits = sizes.splits_prefill(spec.cache, spec.cache_columns)
-    M = sizes.q_block
-    columns = spec.cache_columns if splits else sizes.padded_columns(spec.cache_columns)
+    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    value_columns = spec.cache_columns if splits else columns
     whole_blocks, tail_blocks = _steps(spec, sizes, splits)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
 
@@ -109,7 +109,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 vn: T.let = an
                 vi: T.let = ai
                 rows = T.meta_var(allocate_row_block(M))
-                state = T.meta_var(allocate_state(spec, M, columns))
+                state = T.meta_var(allocate_state(spec, M, columns, value_columns))
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
                 total: T.let = x.entries[vb, ENTRY_TOTAL]

@@ -38,9 +38,10 @@ class SplitPrefillState(NamedTuple):
     weight: Any  # [M] float32
 
 
-def _query_step(spec: KernelSpec, rows: int, digits: int):
-    query_t = te.placeholder((spec.cache_planes, spec.cache_columns, rows), name="query_t")
-    return make_step([query_t, *sp.query_words(query_t, spec.cache, digits)])
+def _query_step(spec: KernelSpec, sizes, rows: int, digits: int):
+    padded = sizes.padded_columns(spec.cache_columns)
+    query_t = te.placeholder((spec.cache_planes, padded, rows), name="query_t")
+    return make_step([query_t, *sp.query_words(query_t, spec.cache_columns, spec.cache, digits)])
 
 
 def _qk_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: str):
@@ -73,7 +74,7 @@ def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int, suf
 def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
     query_digits, probability_digits = si.prefill_digits(spec.precision)
     return SplitPrefillSteps(
-        _query_step(spec, rows, query_digits),
+        _query_step(spec, sizes, rows, query_digits),
         _qk_step(spec, kv_block, rows, query_digits, suffix),
         _softmax_step(kv_block, rows, suffix),
         _sv_step(spec, sizes, kv_block, rows, probability_digits, suffix),
