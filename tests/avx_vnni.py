@@ -1,8 +1,8 @@
 """Kernels of x86-avx-vnni on a CPU that has AVX-512 VNNI only: the same instructions, one of them in another encoding.
 
-LLVM's assembly of the target is taken as it is, but for the prefix that asks for the VEX form of `vpdpbusd` with 256-bit
-operands: the assembler then writes its EVEX form, which needs AVX512VL and AVX512_VNNI. Registers, order and number of
-instructions stay the same.
+LLVM's assembly of the target is taken as it is, but for the prefix that asks for the VEX form of `vpdpbusd` with
+256-bit operands: the assembler then writes its EVEX form, which needs AVX512VL and AVX512_VNNI. Registers, order and
+number of instructions stay the same.
 """
 
 from __future__ import annotations

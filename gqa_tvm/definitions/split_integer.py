@@ -6,7 +6,7 @@ float32. How many digits there are is the precision (`decode_digits`, `prefill_d
 (or three, where float32 itself sums a head in one chain) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
-No int32 overflows: a lane sums at most LARGEST_LANE_COLUMNS products of 128 * 128 for keys, which are the columns by the
+No int32 overflows: a lane sums at most LARGEST_LANE_COLUMNS products of 128 * 128 for keys, the columns of a row by the
 groups of a vector, and LARGEST_KEYS of 255 * 128 for values; the join shifts the first digit's by 8 bits.
 
 The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's

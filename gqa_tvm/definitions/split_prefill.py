@@ -47,9 +47,9 @@ def byte_of(word, index):
 def query_words(query_t, columns: int, fmt: str, digits: int):
     """Digits of rows as lanes.
 
-    query_t [E, padded C, M] float32, columns: C, a multiple of 4. Returns words [digits, E, C / 4, M] int32 of 4 columns each, offsets [digits, M] int32:
-    the dot product of a row's digits with the code of zero, and down [M] float32: what the joined sums are multiplied
-    by, NaN for a row that is not finite.
+    query_t [E, padded C, M] float32, columns: C, a multiple of 4. Returns words [digits, E, C / 4, M] int32 of 4
+    columns each, offsets [digits, M] int32: the dot product of a row's digits with the code of zero, and down [M]
+    float32: what the joined sums are multiplied by, NaN for a row that is not finite.
     """
     planes, _, rows = (int(n) for n in query_t.shape)
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, columns), name="c")
