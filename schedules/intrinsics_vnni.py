@@ -270,9 +270,13 @@ def register_arrange_values_in_order(dtype: str, size: int) -> str:
     )
 
 
-def register_group_sum(size: int) -> str:
-    """Register out[t] += sum_g in[t / 4, 4 g + t mod 4] for as many keys as lanes; returns the intrinsic's name."""
-    lanes, groups = size // 4, size // _GROUP_BYTES
+def register_group_sum(size: int, groups: int) -> str:
+    """Register out[t] += the sum of t's lanes in so many groups of 4, for as many keys as lanes; returns its name.
+
+    in [groups, lanes]: a vector has lanes / groups keys, the groups of 4 of them before those of the next 4.
+    """
+    lanes = size // 4
+    keys = lanes // groups
 
     def function(emit):
         @T.prim_func(s_tir=True)
@@ -290,7 +294,7 @@ def register_group_sum(size: int) -> str:
         with T.grid(lanes, groups) as (t, g):
             with T.sblock("sum"):
                 vt, vg = T.axis.spatial(lanes, t), T.axis.reduce(groups, g)
-                T.buffer_store(C, C[vt] + A[vt // 4, vg * 4 + vt % 4], [vt])
+                T.buffer_store(C, C[vt] + A[vt // keys, vt % keys // 4 * (4 * groups) + vg * 4 + vt % 4], [vt])
 
     def implement(A, C):
         sums = [_vector(A, i) for i in range(groups)]
@@ -298,7 +302,7 @@ def register_group_sum(size: int) -> str:
             sums = [_group_pair_sum(a, b, lanes) for a, b in zip(sums[::2], sums[1::2], strict=True)]
         T.buffer_store(C, _vector(C) + sums[0], [T.ramp(0, 1, lanes)])
 
-    return _register(f"gqa_vnni_group_sum_{size}", function(describe), function(implement))
+    return _register(f"gqa_vnni_group_sum_{size}_{groups}", function(describe), function(implement))
 
 
 def _group_pair_sum(a, b, lanes: int):

@@ -8,9 +8,8 @@ from . import intrinsics_vnni as vnni
 from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 
 _KEYS = 16
-# Vectors of so many bytes are arranged just before their products, for each two rows anew; shorter ones, of which there
-# are more, ahead for all rows. Measured on Zen 4.
-_ARRANGED_IN_PLACE = 64
+# Bytes of the longest vectors.
+_LONGEST = 64
 # Sums of three digits with the 4 vectors that 4 rows of one vector make.
 _VALUE_SUMS = 12
 # Few rows have too few products to hide the shuffles of whole rows: they take half a row at a time, which the CPU's
@@ -49,10 +48,11 @@ def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
 
 
 def load_by_vectors(sch: Schedule, load, arrange) -> int:
-    """Load rows by the vectors that are arranged next; returns their bytes."""
+    """Load rows by the vectors that are arranged next, or by the rows that share these; returns their bytes."""
     size = int(sch.get(arrange).writes[0].source.shape[-1])
     row, column = _own_loops(sch, load, 2)
-    vectors, inner = sch.split(column, [None, size])
+    columns = int(sch.get(load).reads[0].source.shape[1])
+    vectors, inner = sch.split(column, [None, min(size, columns)])
     sch.unroll(row)
     sch.unroll(vectors)
     sch.vectorize(inner)
@@ -107,13 +107,14 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     sch.vectorize(lane)
     sch.compute_at(sums, quad if by_halves else row, preserve_unit_loops=True)
     _tensorize_sums(sch, sums, None if by_halves else quad)
-    key = _own_loops(sch, total, 2)[0]
+    key, group = _own_loops(sch, total, 2)
+    groups = int(sch.get(group).extent)
     _by_vectors(sch, sch.decompose_reduction(total, key), 1)
     lanes = _lanes(sch, joined)
     if lanes != _KEYS:
         outer, key = sch.split(key, [None, lanes])
         sch.unroll(outer)
-    sch.tensorize(key, vnni.register_group_sum(4 * lanes))
+    sch.tensorize(key, vnni.register_group_sum(4 * lanes, groups))
 
 
 def _lanes(sch: Schedule, block) -> int:
@@ -145,8 +146,12 @@ def digits_by_vectors(sch: Schedule, lanes: int) -> None:
 
 
 def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
-    """acc: two rows, or two halves of one, with their digits stay in registers over the keys, or one where not more
-    than most_sums vectors fit."""
+    """acc: two rows, or two halves of one, with their digits stay in registers over the keys, or one where most_sums
+    vectors fit.
+
+    Two rows rearrange the values they need just before their products, which is faster (Zen 4) than once for all rows,
+    unless there are many short vectors of two planes.
+    """
     product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
     m, e, column = _own_loops(sch, result, 3)
     lanes = _lanes(sch, product)
@@ -163,12 +168,13 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
         sch.unroll(loop)
     sch.vectorize(inner)
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
-    if fits_two and not __import__("os").environ.get("B1"):
+    planes = int(sch.get(product).writes[0].source.shape[3])
+    if fits_two and (planes == 1 or size == _LONGEST):
         tile = (v, e, m, d, j)
         sch.reorder(t, *tile, lane, b)
         _arrange_rows(sch, "v", v, vnni.register_arrange_values)
     else:
-        # Values pass through one register, so that the digits stay in others.
+        # Values pass through one register; the digits stay in others.
         tile = (v, e, j, m, d)
         sch.reorder(t, *tile, lane, b)
         arrange_block(sch, "v", vnni.register_arrange_values)

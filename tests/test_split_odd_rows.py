@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from avx_vnni import BASE, TARGET, needs_stand_in, operator
 from operator_calls import assert_same_cache, copies, expected, make_call, run
+from test_definitions import _run
+from tvm import te, tirx
 
 from gqa_tvm import GroupQueryAttention
 from gqa_tvm.definitions.split_vectors import RowVectors
@@ -47,6 +49,18 @@ def test_vectors_of_a_row(size):
         assert positions == [c + (vectors.gap if c >= (vectors.count - 1) * size else 0) for c in range(columns)]
         accumulated = [vectors.accumulator_position(c) for c in range(columns)]
         assert len(set(accumulated)) == columns and max(accumulated) < vectors.padded
+
+
+def test_rows_that_share_a_vector():
+    """Two rows of 32 bytes: rows 4 t + r of the vectors are the keys 8 t + r and 8 t + 4 + r."""
+    vectors = RowVectors(64, 32, 2)
+    assert (vectors.count, vectors.padded, vectors.gap, vectors.quad, vectors.row_groups) == (1, 32, 0, 8, 2)
+    cache = te.placeholder((16, 32), "int32", name="cache")
+    loaded = vectors.load(cache, tirx.const(13, "int32"), "loaded")
+    rows = np.arange(16 * 32, dtype=np.int32).reshape(16, 32)
+    got = _run([cache, loaded], [rows, np.zeros((8, 64), np.int32)])
+    keys = np.minimum(np.array([[t // 4 * 8 + t % 4, t // 4 * 8 + t % 4 + 4] for t in range(8)]), 13)
+    np.testing.assert_array_equal(got, rows[keys].reshape(8, 64))
 
 
 @pytest.mark.parametrize(

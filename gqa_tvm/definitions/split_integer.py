@@ -169,7 +169,7 @@ def key_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
         element = loaded[t * 4 + x // 4 % 4, v * vectors.size + x // 16 * 16 + j * 4 + x % 4]
         return element if planes > 1 else tirx.reinterpret("uint8", element) ^ flip
 
-    shape = (int(cache_rows.shape[0]) // KEYS_PER_DOT, vectors.count, planes, 4, vectors.size)
+    shape = (int(cache_rows.shape[0]) // vectors.quad, vectors.count, planes, 4, vectors.size)
     quads = te.compute((*shape[:2], *shape[3:]), arranged, name="arrange_k")
     if planes == 1:
         return lambda t, v, e, j, x: quads[t, v, j, x]
@@ -197,35 +197,36 @@ def value_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
-def qk_gemm_digits(digits, offsets, down, code_at, keys: int):
+def qk_gemm_digits(digits, offsets, down, code_at, keys: int, vectors: RowVectors):
     """Scores [M, keys] float32 of query digits against unsigned key codes.
 
     digits [M, D, V, E, 4, size] int8, repeated for each key of a lane group; offsets [M, D, lanes] int32: the dot
     product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`.
     """
-    rows, count, vectors, planes = (int(n) for n in digits.shape[:4])
-    lanes = int(offsets.shape[2])
-    v, e = te.reduce_axis((0, vectors), name="v"), te.reduce_axis((0, planes), name="e")
+    rows, count, _, planes = (int(n) for n in digits.shape[:4])
+    lanes, quad = vectors.lanes, vectors.quad
+    v, e = te.reduce_axis((0, vectors.count), name="v"), te.reduce_axis((0, planes), name="e")
     j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     sums = te.compute(
-        (keys // 4, rows, count, lanes),
+        (keys // quad, rows, count, lanes),
         lambda t, m, d, lane: te.sum(
             as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]), axis=[v, e, j, q]
         ),
         name="qk_sums",
     )
     joined = te.compute(
-        (rows, keys // 4, lanes),
+        (rows, keys // quad, lanes),
         lambda m, t, lane: join_digits([sums[t, m, d, lane] - offsets[m, d, lane] for d in range(count)]),
         name="qk_join",
     )
-    group = te.reduce_axis((0, lanes // 4), name="group")
-    total = te.compute(
-        (rows, keys),
-        lambda m, t: te.sum(joined[m, t // 4, group * 4 + t % 4], axis=group),
-        name="qk_total",
-    )
+    group = te.reduce_axis((0, vectors.row_groups), name="group")
+
+    def lane_of(t):
+        lane = group * 4 + t % 4
+        return lane if vectors.shared == 1 else t % quad // 4 * vectors.row_size // 4 + lane
+
+    total = te.compute((rows, keys), lambda m, t: te.sum(joined[m, t // quad, lane_of(t)], axis=group), name="qk_total")
     return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
 
 

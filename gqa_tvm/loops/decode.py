@@ -173,7 +173,10 @@ def split_form(spec: KernelSpec, sizes):
         return None
     if sizes.dot_bytes == split_signed.DOT_BYTES:
         return split_signed_rows
-    return SplitRowsForm(RowVectors(sizes.dot_width(spec.cache_columns), spec.cache_columns), sizes.lanes)
+    values = RowVectors(sizes.dot_width(spec.cache_columns), spec.cache_columns)
+    # Half as many instructions for keys that fill half a vector.
+    keys = RowVectors(sizes.dot_bytes, spec.cache_columns, 2) if 2 * values.columns == sizes.dot_bytes else values
+    return SplitRowsForm(keys, values, sizes.lanes)
 
 
 def _layout(spec: KernelSpec, sizes, split):

@@ -31,25 +31,26 @@ class SplitRows(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitRowsForm:
-    """The steps of flash_decode for rows of these vectors, on a CPU with float32 vectors of so many lanes."""
+    """The steps of flash_decode for keys and values of these vectors, on a CPU with so many lanes of float32."""
 
-    vectors: RowVectors
+    keys: RowVectors
+    values: RowVectors
     lanes: int
 
     @property
     def columns(self) -> int:
         """Columns of a padded row."""
-        return self.vectors.padded
+        return self.values.padded
 
     def query_position(self, column):
         """Where `split_rows` wants a column of the query; zeros elsewhere."""
-        return self.vectors.position(column)
+        return self.values.position(column)
 
     def accumulator_position(self, column):
-        return self.vectors.accumulator_position(column)
+        return self.values.accumulator_position(column)
 
     def allocate_split_rows(self, spec: KernelSpec, rows: int) -> SplitRows:
-        vectors = self.vectors
+        vectors = self.keys
         digits, _ = si.decode_digits(spec.precision)
         return SplitRows(
             T.sblock_alloc_buffer((rows, digits, vectors.count, spec.cache_planes, 4, vectors.size), "int8"),
@@ -77,20 +78,20 @@ class SplitRowsForm:
                 fixed = T.bind(si.fixed_point(tirx.Select(finite, query[r, e, c], T.float32(0)), up))
                 for d, digit in enumerate(si.signed_digits(fixed, digits)):
                     T.buffer_store(row, digit, [d, e, c])
-            _spread(spec, self.vectors, row, r, target)
+            _spread(spec, self.keys, row, r, target)
         with T.serial(0, count) as r:
             T.buffer_store(target.down, tirx.Shuffle([scales[r]], [T.int32(0)]), [r])
 
     def qk_split_step(self, spec: KernelSpec, row_tile: int, kv_block: int):
         """scores = query keys^T; arguments: cache rows, last row, the fields of `SplitRows`, scores."""
-        vectors, planes = self.vectors, spec.cache_planes
+        vectors, planes = self.keys, spec.cache_planes
         cache_rows, last_row = stored_rows(spec, kv_block)
         count, _ = si.decode_digits(spec.precision)
         digits = te.placeholder((row_tile, count, vectors.count, planes, 4, vectors.size), "int8", name="digits")
         offsets = te.placeholder((row_tile, count, vectors.lanes), "int32", name="offsets")
         down = te.placeholder((row_tile,), name="down")
         code_at = si.key_vectors(cache_rows, last_row, planes, vectors)
-        scores = si.qk_gemm_digits(digits, offsets, down, code_at, kv_block)
+        scores = si.qk_gemm_digits(digits, offsets, down, code_at, kv_block, vectors)
         return make_step([cache_rows, last_row, digits, offsets, down, scores])
 
     def sv_split_steps(self, spec: KernelSpec, row_tile: int, kv_block: int):
@@ -100,8 +101,8 @@ class SplitRowsForm:
         accumulator = te.placeholder((row_tile, spec.cache_planes, self.columns), name="acc_old")
         beta = te.placeholder((row_tile,), name="row_beta")
         digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
-        code_at = si.value_vectors(cache_rows, last_row, spec.cache_planes, self.vectors)
-        result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, self.vectors)
+        code_at = si.value_vectors(cache_rows, last_row, spec.cache_planes, self.values)
+        result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, self.values)
         return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
     def emit_qk_split(
@@ -117,21 +118,26 @@ def _spread(spec: KernelSpec, vectors: RowVectors, row, r, target: SplitRows) ->
     for d in range(int(row.shape[0])):
         for v in range(vectors.count):
             for e in range(planes):
-                bytes_ = row[d, e, T.ramp(v * size, 1, size)]
-                dwords = tirx.reinterpret(f"int32x{vectors.lanes}", bytes_)
+                bytes_ = row[d, e, T.ramp(v * vectors.row_size, 1, vectors.row_size)]
+                dwords = tirx.reinterpret(f"int32x{vectors.row_size // 4}", bytes_)
                 for j in range(4):
-                    lanes = [T.int32(4 * group + j) for group in range(vectors.groups) for _ in range(4)]
-                    spread = tirx.reinterpret(f"int8x{size}", tirx.Shuffle([dwords], lanes))
+                    lanes = [T.int32(4 * (g % vectors.row_groups) + j) for g in range(vectors.groups) for _ in range(4)]
+                    spread = tirx.reinterpret(f"int8x{size}", tirx.Shuffle([dwords] * vectors.shared, lanes))
                     T.buffer_store(target.digits, spread, [r, d, v, e, j, T.ramp(0, 1, size)])
         with T.serial(0, vectors.groups) as group:
             total = T.sblock_alloc_buffer((1,), "int32")
             T.buffer_store(total, T.int32(0), [0])
             with T.grid(vectors.count, planes, 16) as (v, e, i):
-                digit = row[d, e, v * size + group * 16 + i]
+                digit = row[d, e, v * vectors.row_size + _row_group(group, vectors) * 16 + i]
                 T.buffer_store(total, total[0] + tirx.Cast("int32", digit), [0])
             with T.serial(0, 4) as i:
                 offset = total[0] * T.int32(si.KEY_OFFSET[spec.cache])
                 T.buffer_store(target.offsets, offset, [r, d, group * 4 + i])
+
+
+def _row_group(group, vectors: RowVectors):
+    """The group of columns of a group of lanes."""
+    return group if vectors.shared == 1 else group % vectors.row_groups
 
 
 def stored_rows(spec: KernelSpec, kv_block: int):
