@@ -13,7 +13,15 @@ from .kernel_cache import kernel_path, object_path
 from .kernels import TOKEN_TILES, CacheFormat, FloatFormat, KernelSpec, decode_row_tile
 from .library_file import TargetKernels, append_manifest
 from .object_cache import build_object
-from .targets import ARCHITECTURES, FALLBACKS, architecture, best_target, find_target, usable_cores
+from .targets import (
+    ARCHITECTURES,
+    FALLBACKS,
+    LIBRARY_TARGETS,
+    architecture,
+    best_target,
+    find_target,
+    usable_cores,
+)
 from .toolchain import build_launcher, link_kernel, link_library, publish, require_build_tools
 from .tuned_sizes import SizesTable
 from .variants import Variant, family_variant, machine_variant
@@ -102,8 +110,8 @@ def build(
 ) -> list[Path]:
     """Build kernels on all cores: into the cache for this machine, or into one library.
 
-    target: a target, several, or an architecture such as "x86-64" for all of its targets; None = the best for this
-    CPU, with `output` all of this architecture. output: the `.so` to write, for `gqa_tvm.load` and
+    target: a target, several, or an architecture such as "x86-64" for all of its usual targets; None = the best for
+    this CPU, with `output` the usual ones of this architecture. output: the `.so` to write, for `gqa_tvm.load` and
     GroupQueryAttention(library=...); it serves any CPU of its targets' families and has the same bytes wherever it is
     built. head_sizes, formats (of query and cache): what the usual kernels are built for; kernels: names of kernels to
     build instead. progress: called with (done, total, kernel name). Kernels that are there are not built again.
@@ -198,8 +206,8 @@ def _targets(target: str | Sequence[str] | None, for_library: bool) -> tuple[lis
     """The targets to build, best first, and their architecture."""
     if target is None:
         target = architecture() if for_library else best_target()
-    if isinstance(target, str):
-        target = FALLBACKS.get(target, (target,))
+    asked = (target,) if isinstance(target, str) else target
+    target = [name for item in asked for name in LIBRARY_TARGETS.get(item, (item,))]
     for name in target:
         find_target(name)
     for wanted in (architecture(), *ARCHITECTURES):

@@ -21,7 +21,7 @@ from .kernel_arguments import (
     SINK_SMOOTH,
 )
 from .kernels import FloatFormat, KernelSpec
-from .schedules.block_sizes import BlockSizes
+from .schedules.block_sizes import BlockSizes, decode_columns
 from .validation import Inputs, Problem
 
 Kernel = Callable[..., Any]
@@ -195,7 +195,7 @@ def _as_it_is(array: np.ndarray) -> np.ndarray:
 
 
 def _state_width(spec: KernelSpec, sizes: BlockSizes) -> int:
-    return spec.cache_planes * sizes.padded_columns(spec.cache_columns) + 2
+    return spec.cache_planes * decode_columns(spec, sizes) + 2
 
 
 @lru_cache(maxsize=64)

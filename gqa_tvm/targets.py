@@ -19,7 +19,7 @@ class Target:
     /proc/cpuinfo must list. vector_bytes, vector_registers: of the SIMD unit. fused_multiply_add, converts_float16:
     has instructions for them. dot_bytes: bytes that an 8-bit dot product instruction takes at once, 0 = none.
     l2_bytes: second-level cache of the least of the family. base: target whose code serves wherever this one has no
-    better, "" = none.
+    better, "" = none. on_request: a library of the architecture's targets has it only where it is named.
     """
 
     name: str
@@ -34,6 +34,7 @@ class Target:
     converts_float16: bool = True
     dot_bytes: int = 0
     base: str = ""
+    on_request: bool = False
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -53,6 +54,17 @@ FAMILIES = (
         base="x86-avx512",
     ),
     Target("x86-avx512", "x86-64", "skylake-avx512", _AVX512, 64, 32, 512 * _KIB),
+    Target(
+        "x86-avx-vnni",
+        "x86-64",
+        "haswell",
+        _AVX2 | {"avx_vnni"},
+        *(32, 16, 256 * _KIB),
+        mattr=("+avxvnni",),
+        dot_bytes=32,
+        base="x86-avx2",
+        on_request=True,
+    ),
     Target("x86-avx2", "x86-64", "haswell", _AVX2, 32, 16, 256 * _KIB),
     Target(
         "generic",
@@ -80,6 +92,10 @@ TARGETS = tuple(dict.fromkeys(family.name for family in FAMILIES))
 ARCHITECTURES = tuple(dict.fromkeys(family.architecture for family in FAMILIES))
 # Best first. The fallback of a target is the next one its architecture lists.
 FALLBACKS = {name: tuple(f.name for f in FAMILIES if f.architecture == name) for name in ARCHITECTURES}
+# What a library has where an architecture is asked for.
+LIBRARY_TARGETS = {
+    name: tuple(f.name for f in FAMILIES if f.architecture == name and not f.on_request) for name in ARCHITECTURES
+}
 
 
 @dataclass(frozen=True)

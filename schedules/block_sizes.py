@@ -13,11 +13,14 @@ if TYPE_CHECKING:
     from ..targets import TargetFacts
 
 # How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
-_DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 16: {"i8": 496, "i4": 248}}
+_DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 32: {"i8": 512, "i4": 512}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
-# QKGemm alone is there for this instruction.
-_QK_GEMM_DOT_BYTES = 64
+_PREFILL_PROBABILITY_DIGITS = 3
+# Rows that are no multiple of a vector, and QKGemm alone, are there for these instructions, of unsigned by signed bytes.
+_UNSIGNED_DOT_BYTES = (64, 32)
 _DOT_KEYS = 256
+# Rows pad their vectors much if more than one byte of so many is padding.
+_MOST_PADDING = 8
 
 
 @dataclass(frozen=True)
@@ -51,12 +54,16 @@ class BlockSizes:
     elementwise_vectors: int = 2
     key_vectors: int = 2
     reduction_vectors: int = 3
-    # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles
+    # flash_decode by integer dot products of so many bytes: for these cache formats and row tiles, and for rows that
+    # vectors pad much
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    split_padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
     # flash_prefill by integer dot products: for these cache formats, in blocks of so many keys
     split_prefill: tuple[str, ...] = ()
     split_kv_block: int = 128
     dot_bytes: int = 64
+    # vectors of int32 sums that stay in registers
+    dot_sums: int = 24
     # flash_decode of several rows: vectors of the query that stay in registers for a tile of keys, 0 = products take
     # them from memory
     decode_query_vectors: int = 0
@@ -96,18 +103,52 @@ class BlockSizes:
 
         A precision below float32's has fewer of them: they are faster for any number of rows.
         """
-        faster = dict(self.split_integers).get(cache, ())
-        if self.decode_kv_block > _DOT_KEYS or not faster:
+        width = self.dot_width(columns)
+        if self.decode_kv_block > _DOT_KEYS or not dict(self.split_integers).get(cache) or not width:
             return False
-        if not precision and row_tile not in faster:
+        if not precision and not self._splits_rows(cache, columns, row_tile):
             return False
-        return columns % self.dot_bytes == 0 and columns <= _DOT_COLUMNS[self.dot_bytes][cache]
+        return columns <= _DOT_COLUMNS[width][cache]
+
+    def _splits_rows(self, cache: str, columns: int, row_tile: int) -> bool:
+        """Whether integer dot products that are as exact as float32 are faster."""
+        if cache == "i8" and columns % self.lanes:
+            # float32 decodes such rows ahead, element by element at their end.
+            return True
+        padding = -columns % self.dot_width(columns)
+        pads_much = _MOST_PADDING * padding > columns + padding
+        return row_tile in dict(self.split_padded if pads_much else self.split_integers).get(cache, ())
+
+    def dot_width(self, columns: int) -> int:
+        """Bytes of the vectors in which flash_decode takes rows of so many stored columns, 0 = there are none.
+
+        Those that take the fewest bytes altogether, the widest of them.
+        """
+        if self.dot_bytes not in _UNSIGNED_DOT_BYTES:
+            return self.dot_bytes if columns % self.dot_bytes == 0 else 0
+        widths = [width for width in _UNSIGNED_DOT_BYTES if width <= min(columns, self.dot_bytes)]
+        return min(widths, key=lambda width: -(-columns // width) * width, default=0)
+
+    def value_width(self, columns: int) -> int:
+        """Bytes of the vectors in which flash_prefill takes values of so many stored columns, 0 = there are none.
+
+        A vector has a quarter as many columns. At least two of them must make a register tile: with one, float32 is
+        as fast.
+        """
+        widths = [width for width in _UNSIGNED_DOT_BYTES if width <= min(columns, self.dot_bytes)]
+        width = next((width for width in widths if columns % (width // 4) == 0), 0)
+        vectors = columns // (width // 4) if width else 0
+        return width if largest_divisor(vectors, self.dot_sums // _PREFILL_PROBABILITY_DIGITS) > 1 else 0
 
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
-        if cache not in self.split_prefill:
+        if cache not in self.split_prefill or columns > min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes][cache]):
             return False
-        return columns % self.dot_bytes == 0 and columns <= min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes][cache])
+        return (
+            columns % self.dot_bytes == 0
+            if self.dot_bytes not in _UNSIGNED_DOT_BYTES
+            else self.value_width(columns) > 0
+        )
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
@@ -122,13 +163,18 @@ class BlockSizes:
         return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
 
 
-# Where integer dot products are faster than float32, by bytes of a dot product: 64 measured on Zen 4, 16 are fewer
-# instructions.
+# Where integer dot products are faster than float32, by bytes of a dot product: 64 and 32 measured on Zen 4, 16 are
+# fewer instructions.
 _SPLIT_INTEGERS = {
     64: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
+    32: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
     16: (("i8", (1, 2, 3, 4, 5, 6, 7, 8)), ("i4", (1, 2, 3, 4, 5, 6, 7, 8))),
 }
-_SPLIT_PREFILL = {64: ("i8", "i4"), 16: ("i8", "i4")}
+_SPLIT_PADDED = {
+    64: (("i4", (1, 2, 3, 4)),),
+    32: (("i4", (1, 2, 3, 4, 5, 6, 7, 8)),),
+}
+_SPLIT_PREFILL = {bytes_: ("i8", "i4") for bytes_ in (64, 32, 16)}
 # Longer blocks gain nothing more from their decoded rows and only add masked products on the diagonal.
 _LONGEST_KV_BLOCK = 96
 _SHORTEST_TAIL = 16
@@ -169,8 +215,10 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         decode_sv_unroll=4,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS.get(facts.dot_bytes, ()),
+        split_padded=_SPLIT_PADDED.get(facts.dot_bytes, ()),
         split_prefill=_SPLIT_PREFILL.get(facts.dot_bytes, ()),
         dot_bytes=facts.dot_bytes or 64,
+        dot_sums=24 if facts.vector_registers >= 32 else 12,
         decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,
     )
 
@@ -202,13 +250,21 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     """
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
-    if spec.operation == "qk_gemm" and sizes.dot_bytes != _QK_GEMM_DOT_BYTES:
+    if spec.operation == "qk_gemm" and sizes.dot_bytes not in _UNSIGNED_DOT_BYTES:
         return False
     return spec.operation in ("flash_decode", "qk_gemm") and sizes.splits_integers(
         spec.cache, spec.cache_columns, spec.row_tile, spec.precision
     )
 
 
+def decode_columns(spec: KernelSpec, sizes: BlockSizes) -> int:
+    """Columns of a row of flash_decode's accumulators: those of the cache, padded to whole vectors."""
+    columns = spec.cache_columns
+    split = multiplies_digits(spec, sizes) and sizes.dot_bytes in _UNSIGNED_DOT_BYTES
+    width = sizes.dot_width(columns) if split else sizes.lanes
+    return -(-columns // width) * width
+
+
 def largest_divisor(value: int, limit: int) -> int:
-    """The largest divisor of `value` that is at most `limit`."""
-    return next(d for d in range(min(value, limit), 0, -1) if value % d == 0)
+    """The largest divisor of `value` that is at most `limit`; 0 of 0."""
+    return next((d for d in range(min(value, limit), 0, -1) if value % d == 0), 0)

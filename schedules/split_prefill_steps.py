@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
-from .split_steps import _by_vectors, _has_block
+from .split_steps import _by_vectors, arrange_block
 from .steps import Schedule, _own_loops, reduce_down_columns, start_at_first_row, vectorize_last
 
-_BYTES = 64
+# Keys of a lane.
 _KEYS = 4
 
 
@@ -38,10 +40,11 @@ def _reduce_over_columns(sch: Schedule, name: str, lanes: int, reduced: int) -> 
         sch.vectorize(last)
 
 
-def codes_by_vectors(sch: Schedule, name: str) -> None:
+def codes_by_vectors(sch: Schedule, name: str, lanes: int) -> None:
     """Unsigned codes of a block of keys [t, plane, column]: one load of a vector serves every plane."""
     _, plane, column = _own_loops(sch, sch.get_sblock(name), 3)
-    outer, inner = sch.split(column, [None, _BYTES])
+    columns = int(sch.get(column).extent)
+    outer, inner = sch.split(column, [None, math.gcd(columns, 4 * lanes)])
     sch.reorder(outer, plane, inner)
     sch.unroll(plane)
     sch.vectorize(inner)
@@ -54,7 +57,7 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     digits = int(sch.get(sums).writes[0].source.shape[1])
     rows, keys = int(sch.get(m).extent), int(sch.get(t).extent)
     vectors = largest_divisor(rows // sizes.lanes, _QK_VECTORS[digits])
-    key_tile = largest_divisor(keys, _QK_SUMS // (digits * vectors))
+    key_tile = largest_divisor(keys, sizes.dot_sums // (digits * vectors))
     t_outer, t_inner = sch.split(t, [None, key_tile])
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
     start_at_first_row(sch, m_outer, rows)
@@ -65,80 +68,77 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     sch.vectorize(lane)
     key, digit, row, e, c, q = _own_loops(sch, sums, 6)
     vector, lane = sch.split(row, [None, sizes.lanes])
-    sch.reorder(e, c, key, vector, digit, lane, q)
+    words_stay = _all_operands_stay(sizes) or key_tile >= vectors * digits
+    tile = (key, vector, digit) if words_stay else (vector, digit, key)
+    sch.reorder(e, c, *tile, lane, q)
     for loop in (key, vector, digit):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, e)
     _by_vectors(sch, zeros, 4)
-    sch.tensorize(lane, vnni.register_dot_rows())
+    sch.tensorize(lane, vnni.register_dot_rows(4 * sizes.lanes))
 
 
-# By digits: vectors of rows of a tile; and how many sums it has. 24 sums leave room for 6 words and a broadcast.
+def _all_operands_stay(sizes: BlockSizes) -> bool:
+    """Whether registers are left beside the sums for all operands of a tile: else the fewer stay, others pass."""
+    return sizes.dot_sums >= _MANY_SUMS
+
+
+_MANY_SUMS = 24
+# By digits: vectors of rows of a tile. Its sums leave room for 6 words and a broadcast.
 _QK_VECTORS = {1: 3, 2: 3, 3: 2}
-_QK_SUMS = 24
 
 
 def probabilities_by_vectors(sch: Schedule, name_suffix: str) -> None:
-    """Bytes of the probabilities of 4 keys x 16 rows, arranged in registers."""
+    """Bytes of the probabilities of 4 keys x a vector of rows, arranged in registers."""
     arrange, fixed = sch.get_sblock(f"arrange_p{name_suffix}"), sch.get_sblock(f"p_fixed{name_suffix}")
     _, block, j, _ = _own_loops(sch, arrange, 4)
     sch.compute_at(fixed, block, preserve_unit_loops=True)
     _by_vectors(sch, fixed, 2)
-    sch.tensorize(j, vnni.register_arrange_probabilities())
+    sch.tensorize(j, vnni.register_arrange_probabilities(int(sch.get(arrange).writes[0].source.shape[-1])))
 
 
 def values_by_vectors(sch: Schedule, suffix: str) -> None:
     """The values of a block of keys, 4 rows at a time, as the dot products take them."""
-    arrange, load = sch.get_sblock(f"arrange_v{suffix}"), sch.get_sblock(f"load_v{suffix}")
-    at = arrange
-    if _has_block(sch, f"nibbles_v{suffix}"):
-        at = sch.get_sblock(f"nibbles_v{suffix}")
-        quad = _own_loops(sch, at, 5)[0]
-        sch.compute_at(arrange, quad, preserve_unit_loops=True)
-        _, v, e, j, x = _own_loops(sch, at, 5)
-        for loop in (v, e, j):
-            sch.unroll(loop)
-        sch.vectorize(x)
-    else:
-        quad = _own_loops(sch, arrange, 4)[0]
-    sch.compute_at(load, quad, preserve_unit_loops=True)
-    row, column = _own_loops(sch, load, 2)
-    vectors, inner = sch.split(column, [None, _BYTES])
-    sch.unroll(row)
-    sch.unroll(vectors)
-    sch.vectorize(inner)
-    intrinsic = vnni.register_arrange_values_in_order(str(sch.get(load).writes[0].source.dtype))
-    _, v, j, _ = _own_loops(sch, arrange, 4)
-    sch.unroll(v)
-    sch.tensorize(j, intrinsic)
+    arrange_block(sch, f"v{suffix}", vnni.register_arrange_values_in_order)
 
 
 def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
-    """acc: a tile of rows x 64 columns, with all digits, stays in registers over the keys of the block."""
+    """acc: a tile of rows x vectors of columns, with all digits, stays in registers over the keys of the block."""
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
     m, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
-    rows = int(sch.get(m).extent)
-    m_outer, m_inner = sch.split(m, [None, largest_divisor(rows, _SV_ROWS[digits])])
-    start_at_first_row(sch, m_outer, rows)
-    c_outer, c_vectors, lane = sch.split(column, [None, _BYTES // sizes.lanes, sizes.lanes])
+    columns = int(sch.get(column).extent)
+    lanes = sizes.value_width(columns) // _KEYS
+    all_rows = int(sch.get(m).extent)
+    rows, vectors = _value_tile(all_rows, columns // lanes, digits, sizes.dot_sums)
+    m_outer, m_inner = sch.split(m, [None, rows])
+    start_at_first_row(sch, m_outer, all_rows)
+    c_outer, c_vectors, lane = sch.split(column, [None, vectors, lanes])
     sch.reorder(e, c_outer, m_outer, m_inner, c_vectors, lane)
     sch.compute_at(product, m_outer, preserve_unit_loops=True)
     for loop in (m_inner, c_vectors):
         sch.unroll(loop)
     sch.vectorize(lane)
     m, d, e, column, t, b = _own_loops(sch, product, 6)
-    vector, lane = sch.split(column, [None, sizes.lanes])
-    sch.reorder(t, e, m, d, vector, lane, b)
+    vector, lane = sch.split(column, [None, lanes])
+    values_stay = _all_operands_stay(sizes) or vectors < rows * digits
+    tile = (m, d, vector) if values_stay else (vector, m, d)
+    sch.reorder(t, e, *tile, lane, b)
     for loop in (e, m, d, vector):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
     _by_vectors(sch, zeros, 5)
-    sch.tensorize(lane, vnni.register_dot_values())
+    sch.tensorize(lane, vnni.register_dot_values(_KEYS * lanes))
 
 
-# By digits: rows of a tile of 64 columns.
-_SV_ROWS = {2: 3, 3: 2}
+def _value_tile(rows: int, vectors: int, digits: int, most_sums: int) -> tuple[int, int]:
+    """Rows and vectors of columns of a tile: those with the fewest loads for their products."""
+
+    def loads(tile: tuple[int, int]) -> float:
+        return 1 / (tile[0] * digits) + 1 / tile[1]
+
+    wide = (v for v in range(1, vectors + 1) if vectors % v == 0 and v * digits <= most_sums)
+    return min(((largest_divisor(rows, most_sums // (v * digits)), v) for v in wide), key=loads)
 
 
 def softmax_by_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:

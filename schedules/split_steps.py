@@ -8,7 +8,10 @@ from . import intrinsics_vnni as vnni
 from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
 
 _KEYS = 16
-_BYTES = 64
+# Bytes of the longest vectors.
+_LONGEST = 64
+# Sums of three digits with the 4 vectors that 4 rows of one vector make.
+_VALUE_SUMS = 12
 # Few rows have too few products to hide the shuffles of whole rows: they take half a row at a time, which the CPU's
 # window spans. More rows share a vector of digits between two groups of 4 keys.
 _ROWS_BY_HALVES = 2
@@ -36,15 +39,44 @@ def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
     arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
     sch.compute_at(arrange, at, preserve_unit_loops=True)
     sch.compute_at(load, at, preserve_unit_loops=True)
-    row, column = _own_loops(sch, load, 2)
-    vectors, inner = sch.split(column, [None, _BYTES])
-    sch.unroll(row)
-    sch.unroll(vectors)
-    sch.vectorize(inner)
-    intrinsic = register(str(sch.get(load).writes[0].source.dtype))
+    size = load_by_vectors(sch, load, arrange)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype), size)
     t, vectors, j, _ = _own_loops(sch, arrange, 4)
     sch.unroll(t)
     sch.unroll(vectors)
+    sch.tensorize(j, intrinsic)
+
+
+def load_by_vectors(sch: Schedule, load, arrange) -> int:
+    """Load rows by the vectors that are arranged next, or by the rows that share these; returns their bytes."""
+    size = int(sch.get(arrange).writes[0].source.shape[-1])
+    row, column = _own_loops(sch, load, 2)
+    columns = int(sch.get(load).reads[0].source.shape[1])
+    vectors, inner = sch.split(column, [None, min(size, columns)])
+    sch.unroll(row)
+    sch.unroll(vectors)
+    sch.vectorize(inner)
+    return size
+
+
+def arrange_block(sch: Schedule, suffix: str, register) -> None:
+    """Rearrange all rows of a block of keys ahead of their use, 4 at a time; INT4 planes are split there."""
+    arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
+    if _has_block(sch, f"nibbles_{suffix}"):
+        nibbles = sch.get_sblock(f"nibbles_{suffix}")
+        quad = _own_loops(sch, nibbles, 5)[0]
+        sch.compute_at(arrange, quad, preserve_unit_loops=True)
+        _, v, e, j, x = _own_loops(sch, nibbles, 5)
+        for loop in (v, e, j):
+            sch.unroll(loop)
+        sch.vectorize(x)
+    else:
+        quad = _own_loops(sch, arrange, 4)[0]
+    sch.compute_at(load, quad, preserve_unit_loops=True)
+    size = load_by_vectors(sch, load, arrange)
+    intrinsic = register(str(sch.get(load).writes[0].source.dtype), size)
+    _, v, j, _ = _own_loops(sch, arrange, 4)
+    sch.unroll(v)
     sch.tensorize(j, intrinsic)
 
 
@@ -56,7 +88,7 @@ def _by_vectors(sch: Schedule, block, loops: int) -> None:
     sch.vectorize(own[-1])
 
 
-def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
+def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     """Scores [m, t]: for `quads` times 4 keys all rows' digits, then lane groups joined and summed for 16 keys."""
     scores, total = sch.get_sblock("qk"), sch.get_sblock("qk_total")
     joined, sums = sch.get_sblock("qk_join"), sch.get_sblock("qk_sums")
@@ -66,7 +98,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.vectorize(t_inner)
     sch.compute_at(total, m, preserve_unit_loops=True)
     sch.compute_at(joined, t_outer, preserve_unit_loops=True)
-    by_halves = row_tile <= _ROWS_BY_HALVES
+    by_halves = row_tile <= (_ROWS_BY_HALVES if most_sums >= 2 * _VALUE_SUMS else 1)
     row, quad, lane = _own_loops(sch, joined, 3)
     quad, quads = sch.split(quad, [None, 1 if by_halves else 2])
     sch.reorder(quad, row, quads, lane)
@@ -75,9 +107,19 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     sch.vectorize(lane)
     sch.compute_at(sums, quad if by_halves else row, preserve_unit_loops=True)
     _tensorize_sums(sch, sums, None if by_halves else quad)
-    key = _own_loops(sch, total, 2)[0]
+    key, group = _own_loops(sch, total, 2)
+    groups = int(sch.get(group).extent)
     _by_vectors(sch, sch.decompose_reduction(total, key), 1)
-    sch.tensorize(key, vnni.register_group_sum())
+    lanes = _lanes(sch, joined)
+    if lanes != _KEYS:
+        outer, key = sch.split(key, [None, lanes])
+        sch.unroll(outer)
+    sch.tensorize(key, vnni.register_group_sum(4 * lanes, groups))
+
+
+def _lanes(sch: Schedule, block) -> int:
+    """Lanes of the vectors that a block writes."""
+    return int(sch.get(block).writes[0].source.shape[-1])
 
 
 def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
@@ -90,7 +132,7 @@ def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, v)
     _by_vectors(sch, zeros, 4)
-    sch.tensorize(lane, vnni.register_dot_keys())
+    sch.tensorize(lane, vnni.register_dot_keys(4 * _lanes(sch, sums)))
 
 
 def digits_by_vectors(sch: Schedule, lanes: int) -> None:
@@ -103,25 +145,41 @@ def digits_by_vectors(sch: Schedule, lanes: int) -> None:
     sch.unroll(d)
 
 
-def tile_sv_for_dots(sch: Schedule, row_tile: int, lanes: int) -> None:
-    """acc: two rows, or two halves of one, with their digits stay in registers over the keys."""
+def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
+    """acc: two rows, or two halves of one, with their digits stay in registers over the keys, or one where most_sums
+    vectors fit.
+
+    Two rows rearrange the values they need just before their products, which is faster (Zen 4) than once for all rows,
+    unless there are many short vectors of two planes.
+    """
     product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
     m, e, column = _own_loops(sch, result, 3)
-    rows = 2 if row_tile % 2 == 0 else 1
-    vectors = int(sch.get(column).extent) // _BYTES
-    halves = 2 if rows == 1 and vectors % 2 == 0 else 1
+    lanes = _lanes(sch, product)
+    size = 4 * lanes
+    fits_two = most_sums >= 2 * _VALUE_SUMS
+    rows = 2 if row_tile % 2 == 0 and fits_two else 1
+    vectors = int(sch.get(column).extent) // size
+    halves = 2 if rows == 1 and vectors % 2 == 0 and fits_two else 1
     m_outer, m_inner = sch.split(m, [None, rows])
-    column_outer, outer, inner = sch.split(column, [None, halves * _BYTES // lanes, lanes])
+    column_outer, outer, inner = sch.split(column, [None, halves * size // lanes, lanes])
     sch.reorder(m_outer, column_outer, e, m_inner, outer, inner)
     sch.compute_at(product, e, preserve_unit_loops=True)
     for loop in (m_inner, outer):
         sch.unroll(loop)
     sch.vectorize(inner)
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
-    sch.reorder(t, v, e, m, d, j, lane, b)
-    _arrange_rows(sch, "v", v, vnni.register_arrange_values)
-    for loop in (v, e, m, d, j):
+    planes = int(sch.get(product).writes[0].source.shape[3])
+    if fits_two and (planes == 1 or size == _LONGEST):
+        tile = (v, e, m, d, j)
+        sch.reorder(t, *tile, lane, b)
+        _arrange_rows(sch, "v", v, vnni.register_arrange_values)
+    else:
+        # Values pass through one register; the digits stay in others.
+        tile = (v, e, j, m, d)
+        sch.reorder(t, *tile, lane, b)
+        arrange_block(sch, "v", vnni.register_arrange_values)
+    for loop in tile:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
     _by_vectors(sch, zeros, 6)
-    sch.tensorize(lane, vnni.register_dot_values())
+    sch.tensorize(lane, vnni.register_dot_values(size))

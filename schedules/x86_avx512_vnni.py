@@ -13,7 +13,7 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
     generic._schedule_rows_last_task(sch, sizes)
     split_prefill_steps.digits_of_rows(sch, sizes)
     for suffix in ("", "_tail"):
-        split_prefill_steps.codes_by_vectors(sch, f"codes_k{suffix}")
+        split_prefill_steps.codes_by_vectors(sch, f"codes_k{suffix}", sizes.lanes)
         split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
         generic._schedule_rows_last_bias(sch, sizes, suffix)
         split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
@@ -29,10 +29,10 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
         return
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
-    split_steps.tile_qk_for_dots(sch, row_tile)
+    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
-    split_steps.tile_sv_for_dots(sch, row_tile, sizes.lanes)
+    split_steps.tile_sv_for_dots(sch, row_tile, sizes.dot_sums)
 
 
 def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
@@ -41,4 +41,4 @@ def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, colu
         generic.schedule_qk_gemm(sch, sizes, row_tile, columns)
         return
     steps.parallelize_tasks(sch)
-    split_steps.tile_qk_for_dots(sch, row_tile)
+    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)

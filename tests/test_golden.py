@@ -40,7 +40,7 @@ DIGESTED = (
     *(f"flash_prefill_{formats}" for formats in ("f32_i8_h80", "f32_i8_h128", "f16_f16_h64")),
     *(
         f"flash_decode_{formats}"
-        for formats in ("f32_f32_h80_r2", "f32_i8_h128_r1", "f32_i4_h128_r2", "f16_f16_h64_r4")
+        for formats in ("f32_f32_h80_r2", "f32_i8_h128_r1", "f32_i4_h128_r2", "f32_i4_h80_r2", "f16_f16_h64_r4")
     ),
     *("naive_f32_i8_h80", "qk_gemm_f32_i8_h64_r4", "sv_gemm_f32_i4_h64_r4"),
 )
@@ -53,10 +53,12 @@ def _owned(target: str, names: tuple[str, ...]) -> list[KernelSpec]:
     return [spec for spec in specs if variant.owner(spec) is variant]
 
 
+# The code of arm64-neon with other tiles; the schedules of x86-avx512-vnni on shorter vectors.
+DIGESTS_ALONE = ("generic", "x86-avx-vnni")
 FILES = [
     (target, spec)
     for target in VARIANTS
-    if target != "generic"
+    if target not in DIGESTS_ALONE
     for spec in _owned(target, (*READABLE, *ALSO_READABLE.get(target, ())))
 ]
 

@@ -9,7 +9,7 @@ from operator_calls import assert_close, expected, make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, load, targets
 from gqa_tvm.kernel_cache import library_stamp
-from gqa_tvm.targets import FALLBACKS, architecture
+from gqa_tvm.targets import FALLBACKS, LIBRARY_TARGETS, architecture
 
 x86_only = pytest.mark.skipif(architecture() != "x86-64", reason="the fallback chain of x86-64")
 AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2"})
@@ -42,7 +42,8 @@ def test_a_lesser_cpu_gets_a_lesser_target_of_a_library(features, target, monkey
     load(small_library)  # so that the launcher does not ask the CPU later
     monkeypatch.setattr(targets, "cpu_features", lambda: features)
     library = load(small_library)
-    better = FALLBACKS["x86-64"][FALLBACKS["x86-64"].index(target) - 1]
+    chain = LIBRARY_TARGETS["x86-64"]
+    better = chain[chain.index(target) - 1]
     assert library.target == target
     assert library.target_reason.startswith(f"the best of 4 in libgqa.so for this CPU: {better} needs avx")
     with pytest.raises(BuildError, match=f"target {better} needs CPU features this machine lacks: .*avx"):
@@ -116,7 +117,7 @@ def test_the_environment_chooses_a_target(target, monkeypatch):  # B139
 def test_the_environment_chooses_a_target_of_a_library(small_library, monkeypatch):  # B139
     monkeypatch.setenv("GQA_TVM_TARGET", "generic")
     plan = check_calls(library=str(small_library)).last_plan
-    count = len(FALLBACKS[architecture()])
+    count = len(LIBRARY_TARGETS[architecture()])
     assert plan.target == "generic"
     assert plan.target_reason == f"forced by GQA_TVM_TARGET, one of {count} in libgqa.so"
 

@@ -15,18 +15,18 @@ from library_calls import SMALL_KERNELS, check_calls, elf, with_changed_manifest
 from operator_calls import RUNNABLE_TARGETS, assert_close, expected, make_call
 
 from gqa_tvm import BuildError, GroupQueryAttention, InvalidArgument, build, kernel_cache, load, object_cache, runtime
-from gqa_tvm.build import LIBRARY_ROW_TILES, _sizes_of, library_kernels, usual_kernels
+from gqa_tvm.build import LIBRARY_ROW_TILES, _sizes_of, _targets, library_kernels, usual_kernels
 from gqa_tvm.kernels import KernelSpec, row_tile_for
 from gqa_tvm.library_file import read_manifest
 from gqa_tvm.prepared_call import PreparedCall
 from gqa_tvm.runtime import KernelLibrary
 from gqa_tvm.strategy import Strategy, StrategyRules
-from gqa_tvm.targets import ARCHITECTURES, FALLBACKS, architecture, best_target, find_target
+from gqa_tvm.targets import ARCHITECTURES, FALLBACKS, LIBRARY_TARGETS, architecture, best_target, find_target
 from gqa_tvm.tuned_sizes import SizesTable, TunedRecord
 from gqa_tvm.validation import Inputs, validate
 from gqa_tvm.variants import family_variant, machine_variant
 
-CHAIN = FALLBACKS[architecture()]
+CHAIN = LIBRARY_TARGETS[architecture()]
 FEATURES = Path(runtime.__file__).parent / "native" / "cpu_features.h"
 
 
@@ -234,6 +234,9 @@ def test_targets_of_a_build(tmp_path):
         build(["x86-avx2", "arm64-neon"], tmp_path / "x.so")
     with pytest.raises(InvalidArgument, match="unknown target 'x86-sse9'"):
         build("x86-sse9", tmp_path / "x.so")
+    # Not every target is in a library that does not ask for it.
+    assert _targets("x86-64", True)[0] == [name for name in FALLBACKS["x86-64"] if name != "x86-avx-vnni"]
+    assert _targets(["x86-64", "x86-avx-vnni"], True)[0] == list(FALLBACKS["x86-64"])
     with pytest.raises(ValueError, match="not a kernel name"):
         build("generic", tmp_path / "x.so", kernels=["flash"])
 

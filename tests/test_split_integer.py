@@ -12,6 +12,7 @@ from test_definitions import _elementwise, _run
 from tvm import te, tirx
 
 from gqa_tvm.definitions import split_integer as si
+from gqa_tvm.definitions.split_vectors import RowVectors
 from gqa_tvm.targets import missing_features
 from gqa_tvm.variants import machine_variant
 
@@ -127,21 +128,24 @@ def test_join_rounds_twice(digits):
     assert (np.abs(got - wanted) <= np.abs(wanted) * 2.0**-23).all()
 
 
-def test_accumulator_positions_are_a_permutation():
+@pytest.mark.parametrize("size", [64, 32])
+def test_accumulator_positions_are_a_permutation(size):
     columns = np.arange(256, dtype=np.int32)
-    positions = _elementwise(si.accumulator_position, columns, "int32")
+    positions = _elementwise(RowVectors(size, 256).accumulator_position, columns, "int32")
     np.testing.assert_array_equal(np.sort(positions), columns)
-    np.testing.assert_array_equal(positions // 64, columns // 64)
+    np.testing.assert_array_equal(positions // size, columns // size)
 
 
-def test_no_sum_overflows_at_the_extremes():
-    for largest in (128 * 128 * si.LARGEST_COLUMNS // 4, 255 * 128 * si.LARGEST_KEYS):
+@pytest.mark.parametrize(("target", "groups"), [(SPLIT, 4), ("x86-avx-vnni", 2)])
+def test_no_sum_overflows_at_the_extremes(target, groups):
+    for largest in (128 * 128 * si.LARGEST_LANE_COLUMNS, 255 * 128 * si.LARGEST_KEYS):
         assert largest * 2**8 + largest < 2**31
-    sizes = machine_variant(SPLIT).sizes.default
-    assert sizes.splits_integers("i8", si.LARGEST_COLUMNS, 1)
-    assert not sizes.splits_integers("i8", si.LARGEST_COLUMNS + si.DOT_BYTES, 1)
+    sizes = machine_variant(target).sizes.default
+    columns = si.LARGEST_LANE_COLUMNS * groups
+    assert sizes.dot_width(columns) == 16 * groups
+    assert sizes.splits_integers("i8", columns, 1) and not sizes.splits_integers("i8", columns + 64, 1)
     large = replace(sizes, decode_kv_block=2 * si.LARGEST_KEYS)
-    assert not large.splits_integers("i8", si.DOT_BYTES, 1)
+    assert not large.splits_integers("i8", 64, 1)
 
 
 def _decode(codes, scale):
@@ -228,7 +232,7 @@ def test_extreme_codes_and_digits_are_exact(cache):
 
 @needs_vnni
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "head_size"), [("i8", si.LARGEST_COLUMNS), ("i4", 2 * 512)])
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", 4 * si.LARGEST_LANE_COLUMNS), ("i4", 2 * 512)])
 def test_sums_at_their_bounds_do_not_overflow(cache, head_size):
     """The largest sums of all: keys of the least code win, whose values are the largest code."""
     attributes, inputs = _call(group=1, total=200, cache=cache, head_size=head_size)

@@ -33,7 +33,7 @@ OTHER_ARCHITECTURE = {"x86-64": "aarch64", "aarch64": "x86-64"}.get(architecture
 
 
 def test_fallbacks_end_at_a_target_that_needs_nothing():
-    assert FALLBACKS["x86-64"] == ("x86-avx512-vnni", "x86-avx512", "x86-avx2", "generic")
+    assert FALLBACKS["x86-64"] == ("x86-avx512-vnni", "x86-avx512", "x86-avx-vnni", "x86-avx2", "generic")
     assert FALLBACKS["aarch64"] == ("arm64-neon-dotprod", "arm64-neon", "generic")
     for name, chain in FALLBACKS.items():
         assert not find_target(chain[-1], name).features
@@ -77,6 +77,7 @@ def test_the_best_target_is_the_first_that_runs(monkeypatch):
         ((), "generic"),
         (("avx2", "fma"), "generic"),
         (("avx2", "fma", "f16c", "bmi2"), "x86-avx2"),
+        (("avx2", "fma", "f16c", "bmi2", "avx_vnni"), "x86-avx-vnni"),
         ((*find_target("x86-avx512", "x86-64").features, "avx2", "fma", "f16c", "bmi2"), "x86-avx512"),
         (find_target("x86-avx512-vnni", "x86-64").features, "x86-avx512-vnni"),
     ):

@@ -6,15 +6,15 @@ float32. How many digits there are is the precision (`decode_digits`, `prefill_d
 (or three, where float32 itself sums a head in one chain) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
-No int32 overflows: the sums of a lane are at most 128 * 128 * columns / 4 for keys and 255 * 128 * keys for values, and
-the join shifts the first digit's by 8 bits. So there may be LARGEST_COLUMNS columns and LARGEST_KEYS keys in a block.
+No int32 overflows: a lane sums at most LARGEST_LANE_COLUMNS products of 128 * 128 for keys, the columns of a row by the
+groups of a vector, and LARGEST_KEYS of 255 * 128 for values; the join shifts the first digit's by 8 bits.
 
 The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's
 probabilities for 2^-24 of the largest of them: errors are relative to that, not to each element.
 
-Rows of vectors: 64 columns are 4 vectors j of 16 lanes of 4 bytes. Column 16 L + 4 j + q of the 64 is lane group L of
-vector j: what two unpack instructions make of 4 rows. For keys a lane is (L, key) and its bytes the q, for values a
-lane is (L, q) and its bytes the keys.
+Rows of vectors (`RowVectors`, here of 64 bytes): 64 columns are 4 vectors j of 16 lanes of 4 bytes. Column
+16 L + 4 j + q of the 64 is lane group L of vector j: what two unpack instructions make of 4 rows. For keys a lane is
+(L, key) and its bytes the q, for values a lane is (L, q) and its bytes the keys.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from __future__ import annotations
 from tvm import te, tirx
 from tvm.tirx import op as tirx_op
 
-DOT_BYTES = 64
-DOT_LANES = 16
-KEYS_PER_DOT = 4
-LARGEST_COLUMNS = 1024
+from .split_vectors import KEYS_PER_DOT, RowVectors
+
+LARGEST_LANE_COLUMNS = 256
 LARGEST_KEYS = 256
 # Zero of an unsigned key code.
 KEY_OFFSET = {"i8": 128, "i4": 8}
@@ -147,13 +146,6 @@ def _pairs(sums):
     return [(first, sums[i + 1] if i + 1 < len(sums) else None) for i, first in enumerate(sums) if i % 2 == 0]
 
 
-def accumulator_position(column):
-    """Where the accumulator holds a column: the order in which the lanes of `sv_gemm_digits` come."""
-    block, inner = tirx.floordiv(column, DOT_BYTES), tirx.floormod(column, DOT_BYTES)
-    lane_group, vector = tirx.floordiv(inner, 16), tirx.floordiv(tirx.floormod(inner, 16), 4)
-    return block * DOT_BYTES + vector * DOT_LANES + lane_group * 4 + tirx.floormod(column, 4)
-
-
 def load_rows(cache_rows, last_row, name: str):
     """Rows as they are stored; rows past the last valid one repeat it."""
     return te.compute(
@@ -168,40 +160,34 @@ def nibble(byte, plane):
     return (byte >> (tirx.Cast("uint8", plane) * tirx.const(4, "uint8"))) & tirx.const(15, "uint8")
 
 
-def _dot_shape(rows, columns: int):
-    return rows // KEYS_PER_DOT, columns // DOT_BYTES, 4, DOT_BYTES
-
-
-def key_vectors(cache_rows, last_row, planes: int):
-    """Keys as unsigned codes [T_block / 4, C / 64, E, 4, 64] uint8: lane (L, key), byte q."""
-    rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = load_rows(cache_rows, last_row, "load_k")
+def key_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
+    """Keys as unsigned codes [T_block / 4, V, E, 4, size] uint8: lane (L, key), byte q."""
+    loaded = vectors.load(cache_rows, last_row, "load_k")
     flip = tirx.const(128 if planes == 1 else 0, "uint8")
 
     def arranged(t, v, j, x):
-        element = loaded[t * 4 + x // 4 % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x % 4]
+        element = loaded[t * 4 + x // 4 % 4, v * vectors.size + x // 16 * 16 + j * 4 + x % 4]
         return element if planes > 1 else tirx.reinterpret("uint8", element) ^ flip
 
-    quads = te.compute(_dot_shape(rows, columns), arranged, name="arrange_k")
+    shape = (int(cache_rows.shape[0]) // vectors.quad, vectors.count, planes, 4, vectors.size)
+    quads = te.compute((*shape[:2], *shape[3:]), arranged, name="arrange_k")
     if planes == 1:
         return lambda t, v, e, j, x: quads[t, v, j, x]
-    shape = (rows // 4, columns // DOT_BYTES, planes, 4, DOT_BYTES)
     codes = te.compute(shape, lambda t, v, e, j, x: nibble(quads[t, v, j, x], e), name="nibbles_k")
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
-def value_vectors(cache_rows, last_row, planes: int):
-    """Values as signed codes [T_block / 4, C / 64, E, 4, 64] int8: lane (L, q), byte the key."""
-    rows, columns = (int(n) for n in cache_rows.shape)
-    loaded = load_rows(cache_rows, last_row, "load_v")
-
-    def arranged(t, v, j, x):
-        return loaded[t * 4 + x % 4, v * DOT_BYTES + x // 16 * 16 + j * 4 + x // 4 % 4]
-
-    quads = te.compute(_dot_shape(rows, columns), arranged, name="arrange_v")
+def value_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
+    """Values as signed codes [T_block / 4, V, E, 4, size] int8: lane (L, q), byte the key."""
+    loaded = vectors.load(cache_rows, last_row, "load_v")
+    shape = (int(cache_rows.shape[0]) // KEYS_PER_DOT, vectors.count, planes, 4, vectors.size)
+    quads = te.compute(
+        (*shape[:2], *shape[3:]),
+        lambda t, v, j, x: loaded[t * 4 + x % 4, v * vectors.size + x // 16 * 16 + j * 4 + x // 4 % 4],
+        name="arrange_v",
+    )
     if planes == 1:
         return lambda t, v, e, j, x: quads[t, v, j, x]
-    shape = (rows // 4, columns // DOT_BYTES, planes, 4, DOT_BYTES)
     offset = tirx.const(KEY_OFFSET["i4"], "uint8")
     codes = te.compute(
         shape,
@@ -211,20 +197,19 @@ def value_vectors(cache_rows, last_row, planes: int):
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
-def qk_gemm_digits(digits, starts, down, code_at, shape):
-    """Scores [M, T_block] float32 of query digits against unsigned key codes.
+def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors):
+    """Scores [M, keys] float32 of query digits against unsigned key codes.
 
-    digits [M, D, C / 64, E, 4, 64] int8, repeated for each key of a lane group; starts [M, D, 16] int32: less
-    the dot product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`;
-    shape: (T_block, C / 64, E).
+    digits [M, D, V, E, 4, size] int8, repeated for each key of a lane group; starts [M, D, lanes] int32: less
+    the dot product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`.
     """
-    rows, count = (int(n) for n in digits.shape[:2])
-    keys, vectors, planes = shape
-    v, e = te.reduce_axis((0, vectors), name="v"), te.reduce_axis((0, planes), name="e")
+    rows, count, _, planes = (int(n) for n in digits.shape[:4])
+    lanes, quad = vectors.lanes, vectors.quad
+    v, e = te.reduce_axis((0, vectors.count), name="v"), te.reduce_axis((0, planes), name="e")
     j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     sums = te.compute(
-        (keys // 4, rows, count, DOT_LANES),
+        (keys // quad, rows, count, lanes),
         lambda t, m, d, lane: te.sum(
             as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]),
             axis=[v, e, j, q],
@@ -233,16 +218,17 @@ def qk_gemm_digits(digits, starts, down, code_at, shape):
         name="qk_sums",
     )
     joined = te.compute(
-        (rows, keys // 4, DOT_LANES),
+        (rows, keys // quad, lanes),
         lambda m, t, lane: join_digits([sums[t, m, d, lane] for d in range(count)]),
         name="qk_join",
     )
-    group = te.reduce_axis((0, 4), name="group")
-    total = te.compute(
-        (rows, keys),
-        lambda m, t: te.sum(joined[m, t // 4, group * 4 + t % 4], axis=group),
-        name="qk_total",
-    )
+    group = te.reduce_axis((0, vectors.row_groups), name="group")
+
+    def lane_of(t):
+        lane = group * 4 + t % 4
+        return lane if vectors.shared == 1 else t % quad // 4 * vectors.row_size // 4 + lane
+
+    total = te.compute((rows, keys), lambda m, t: te.sum(joined[m, t // quad, lane_of(t)], axis=group), name="qk_total")
     return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
 
 
@@ -272,18 +258,19 @@ def probability_digits(p, count: int):
     return digits, down_at
 
 
-def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int):
+def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: RowVectors):
     """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
 
-    accumulator [M, E, C]: columns in the order of `accumulator_position`; vectors: C / 64; code_at: function of
+    accumulator [M, E, V size]: columns in the order of `RowVectors.accumulator_position`; code_at: function of
     `value_vectors`.
     """
     rows, planes, _ = (int(n) for n in accumulator.shape)
     count, keys = (int(n) for n in digits.shape[1:])
+    size, lanes = vectors.size, vectors.lanes
     t, b = te.reduce_axis((0, keys // 4), name="t"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     product = te.compute(
-        (rows, count, vectors, planes, 4, DOT_LANES),
+        (rows, count, vectors.count, planes, 4, lanes),
         lambda m, d, v, e, j, lane: te.sum(
             as_i32(digits[m, d, t * 4 + b]) * as_i32(code_at(t, v, e, j, lane * 4 + b)), axis=[t, b]
         ),
@@ -291,7 +278,7 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: int
     )
 
     def added(m, e, c):
-        sums = [product[m, d, c // DOT_BYTES, e, c // DOT_LANES % 4, c % DOT_LANES] for d in range(count)]
+        sums = [product[m, d, c // size, e, c // lanes % 4, c % lanes] for d in range(count)]
         return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * down_at(m)
 
     return te.compute(accumulator.shape, added, name="sv")

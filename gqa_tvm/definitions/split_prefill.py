@@ -6,7 +6,8 @@ of one operand 4 bytes that serve 16 lanes, of the other 4 bytes in each lane.
 
 A query vector is a word of 4 columns in each lane. Probabilities [T_block / 4, M / 16, 4, 64]: row 16 R + 4 L + j of
 four keys t is at [t / 4, R, j, 16 L + 4 s + key], s = 0 the least significant digit: what two rounds of unpack
-instructions make of four vectors of 16 rows.
+instructions make of four vectors of 16 rows. All this with 8 rows and 32 bytes where vectors are half as long; values
+may come in other vectors than rows.
 """
 
 from __future__ import annotations
@@ -16,18 +17,15 @@ from tvm import te, tirx
 from .half import magnitude_bits
 from .softmax import shifted_exp
 from .split_integer import (
-    DOT_BYTES,
-    DOT_LANES,
     KEY_OFFSET,
-    KEYS_PER_DOT,
     fixed_point,
     is_finite,
     join_digits,
-    load_rows,
     nibble,
     row_scales,
     signed_digits,
 )
+from .split_vectors import KEYS_PER_DOT, RowVectors
 
 # A lane's sum of one digit is at most 128 * 255 * columns, and the join shifts it by 8 bits.
 LARGEST_PREFILL_COLUMNS = 256
@@ -46,21 +44,21 @@ def byte_of(word, index):
     return tirx.Cast("int8", word >> (tirx.Cast("int32", index) * _i32(8)))
 
 
-def query_words(query_t, fmt: str, digits: int):
+def query_words(query_t, columns: int, fmt: str, digits: int):
     """Digits of rows as lanes.
 
-    query_t [E, C, M] float32. Returns words [digits, E, C / 4, M] int32 of 4 columns each, offsets [digits, M] int32:
-    the dot product of a row's digits with the code of zero, and down [M] float32: what the joined sums are multiplied
-    by, NaN for a row that is not finite.
+    query_t [E, padded C, M] float32, columns: C, a multiple of 4. Returns words [digits, E, C / 4, M] int32 of 4
+    columns each, offsets [digits, M] int32: the dot product of a row's digits with the code of zero, and down [M]
+    float32: what the joined sums are multiplied by, NaN for a row that is not finite.
     """
-    planes, columns, rows = (int(n) for n in query_t.shape)
+    planes, _, rows = (int(n) for n in query_t.shape)
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, columns), name="c")
     largest = te.compute((rows,), lambda m: te.max(magnitude_bits(query_t[e, c, m]), axis=[e, c]), name="query_largest")
     up = te.compute((rows,), lambda m: row_scales(largest[m], digits)[0], name="query_up")
     down = te.compute((rows,), lambda m: row_scales(largest[m], digits)[1], name="query_down")
     zero = _f32(0.0)
     fixed = te.compute(
-        query_t.shape,
+        (planes, columns, rows),
         lambda e, c, m: fixed_point(tirx.Select(is_finite(largest[m]), query_t[e, c, m], zero), up[m]),
         name="query_fixed",
     )
@@ -145,8 +143,8 @@ def block_softmax(scores, m_old, l_old):
     return alpha, weight, p, l_new, m_out
 
 
-def probability_words(p, digits: int):
-    """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / 16, 4, 64] uint8; NaN counts as 0."""
+def probability_words(p, digits: int, lanes: int):
+    """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / lanes, 4, 4 lanes] uint8; NaN counts as 0."""
     keys, rows = (int(n) for n in p.shape)
     one, zero = _f32(2.0 ** (8 * digits - 1)), _f32(0.0)
     fixed = te.compute(
@@ -156,26 +154,31 @@ def probability_words(p, digits: int):
     )
 
     def byte(t, block, j, x):
-        word = fixed[t * 4 + x % 4, block * DOT_LANES + x // 16 * 4 + j]
+        word = fixed[t * 4 + x % 4, block * lanes + x // 16 * 4 + j]
         return tirx.reinterpret("uint8", byte_of(word, x // 4 % 4))
 
-    return te.compute((keys // 4, rows // DOT_LANES, 4, DOT_BYTES), byte, name="arrange_p")
+    return te.compute((keys // 4, rows // lanes, 4, 4 * lanes), byte, name="arrange_p")
 
 
-def value_vectors(cache_rows, last_row, planes: int):
-    """Values as signed codes: a function (t / 4, e, c, key of the 4) -> int8 of vectors of 16 columns x 4 keys."""
-    keys, columns = (int(n) for n in cache_rows.shape)
-    loaded = load_rows(cache_rows, last_row, "load_v")
-    shape = (keys // 4, columns // DOT_BYTES, 4, DOT_BYTES)
-    quads = te.compute(
-        shape, lambda t, v, j, x: loaded[t * 4 + x % 4, v * DOT_BYTES + j * DOT_LANES + x // 4], name="arrange_v"
-    )
-    at = lambda c, key: (c // DOT_BYTES, c // DOT_LANES % 4, c % DOT_LANES * 4 + key)  # noqa: E731
+def value_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
+    """Values as signed codes: a function (t / 4, e, c, key of the 4) -> int8 of vectors of `lanes` columns x 4 keys.
+
+    The columns are a multiple of the lanes.
+    """
+    lanes, size = vectors.lanes, vectors.size
+    loaded = vectors.load(cache_rows, last_row, "load_v")
+    shape = (int(cache_rows.shape[0]) // KEYS_PER_DOT, vectors.count, 4, size)
+    quads = te.compute(shape, lambda t, v, j, x: loaded[t * 4 + x % 4, v * size + j * lanes + x // 4], name="arrange_v")
+
+    def at(c, key):
+        vector = vectors.position(c // lanes * lanes) // lanes
+        return vector // 4, vector % 4, c % lanes * 4 + key
+
     if planes == 1:
         return lambda t, e, c, key: quads[(t, *at(c, key))]
     offset = tirx.const(KEY_OFFSET["i4"], "uint8")
     codes = te.compute(
-        (shape[0], shape[1], planes, 4, DOT_BYTES),
+        (shape[0], vectors.count, planes, 4, size),
         lambda t, v, e, j, x: tirx.reinterpret("int8", nibble(quads[t, v, j, x], e) - offset),
         name="nibbles_v",
     )
@@ -193,12 +196,13 @@ def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight):
     accumulator [M, E, C]; code_at: function of `value_vectors`.
     """
     rows, planes, columns = (int(n) for n in accumulator.shape)
+    row_lanes = int(p_words.shape[3]) // 4
     t, b = te.reduce_axis((0, int(p_words.shape[0])), name="t"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
 
     def probability(m, d, key):
         slot = _i32(digits - 1) - tirx.Cast("int32", d)
-        return p_words[t, m // DOT_LANES, m % 4, m % DOT_LANES // 4 * 16 + slot * 4 + key]
+        return p_words[t, m // row_lanes, m % 4, m % row_lanes // 4 * 16 + slot * 4 + key]
 
     product = te.compute(
         (rows, digits, planes, columns),

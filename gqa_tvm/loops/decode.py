@@ -16,10 +16,11 @@ from ..definitions import split_signed
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import online_softmax
+from ..definitions.split_vectors import RowVectors
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
-from . import split_rows, split_signed_rows
+from . import split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
@@ -32,7 +33,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .split_rows import QK_KEYS
+from .split_rows import QK_KEYS, SplitRowsForm
 from .visible_values import allocate_value_check, check_values, emit_values
 
 _FEW_ROWS = 2
@@ -137,14 +138,14 @@ def _emit_sv(spec, shape, steps: SvSteps, block: CacheBlock, largest, rows, p, a
     emit_values(spec, block, largest, rows, lambda r, t: p[r, t], acc, alpha, (tile * R, R), blocked)
 
 
-def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count, query):
+def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count, query, position):
+    """query [rows, E, columns], column c at position(c); zeros elsewhere."""
     fold = T.sblock_alloc_buffer((spec.head_size,))
     row = T.sblock_alloc_buffer((spec.head_size,))
     fold_scale(fold, buffers.k_scale, n, spec.head_size, scalars.softmax_scale)
     with T.serial(0, count) as r:
         for e in range(shape.planes):
-            with T.serial(0, shape.columns - spec.cache_columns) as padding:
-                T.buffer_store(query, T.float32(0), [r, e, padding + spec.cache_columns])
+            _clear_padding(spec, shape, query, r, e, position)
         load_query_row(
             spec,
             buffers,
@@ -154,15 +155,35 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
             r,
             fold,
             row,
-            lambda e, c, value: T.buffer_store(query, value, [r, e, c]),
+            lambda e, c, value: T.buffer_store(query, value, [r, e, position(c)]),
         )
 
 
-def _split_form(spec: KernelSpec, sizes):
-    """The module that multiplies by integer dot products, None = float32."""
+def _clear_padding(spec, shape: DecodeShape, query, r, e, position):
+    # Positions are those of the columns, with one gap that padding fills.
+    gap = shape.columns - spec.cache_columns
+    begin = next((c for c in range(spec.cache_columns) if int(position(c)) != c), spec.cache_columns)
+    with T.serial(0, gap) as padding:
+        T.buffer_store(query, T.float32(0), [r, e, padding + begin])
+
+
+def split_form(spec: KernelSpec, sizes):
+    """What multiplies by integer dot products, None = float32."""
     if not sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile, spec.precision):
         return None
-    return split_signed_rows if sizes.dot_bytes == split_signed.DOT_BYTES else split_rows
+    if sizes.dot_bytes == split_signed.DOT_BYTES:
+        return split_signed_rows
+    values = RowVectors(sizes.dot_width(spec.cache_columns), spec.cache_columns)
+    # Half as many instructions for keys that fill half a vector.
+    keys = RowVectors(sizes.dot_bytes, spec.cache_columns, 2) if 2 * values.columns == sizes.dot_bytes else values
+    return SplitRowsForm(keys, values, sizes.lanes)
+
+
+def _layout(spec: KernelSpec, sizes, split):
+    """Columns of a padded row, where the query has a column of the cache, and where the accumulator has it."""
+    if isinstance(split, SplitRowsForm):
+        return split.columns, split.query_position, split.accumulator_position
+    return sizes.padded_columns(spec.cache_columns), same_position, same_position
 
 
 def _query_operands(spec: KernelSpec, shape: DecodeShape, split, query):
@@ -214,14 +235,13 @@ def flash_decode(spec: KernelSpec, sizes):
     kv_chunk: int64, keys of a chunk, a multiple of the KV block.
     """
     tiles = -(-sizes.decode_rows // spec.row_tile)
-    columns = sizes.padded_columns(spec.cache_columns)
+    split = split_form(spec, sizes)
+    columns, query_position, position = _layout(spec, sizes, split)
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    split = _split_form(spec, sizes)
     qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
-    position = split.accumulator_position if split else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -297,7 +317,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 blocks: T.let = T.max((chunk_end + (BC - 1)) // BC - first_block, 0)
                 if blocks > 0:
                     _align_stack(shape, split, rows, active * R)
-                    _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query)
+                    _load_queries(spec, shape, x, scalars, rows, vb, vn, active * R, query, query_position)
                     _split_queries(spec, split, query, active * R, operands)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC

@@ -131,7 +131,7 @@ def naive(spec: KernelSpec, sizes):
                 first_row: T.let = ai * M
                 rows = T.meta_var(allocate_row_block(M))
                 # With the final maximum in m the online step leaves m alone, and its alpha is 1.
-                state = T.meta_var(allocate_state(spec, M, columns))
+                state = T.meta_var(allocate_state(spec, M, columns, columns))
                 total: T.let = x.entries[vb, ENTRY_TOTAL]
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)

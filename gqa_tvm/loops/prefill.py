@@ -49,7 +49,7 @@ def _steps(spec: KernelSpec, sizes, form):
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     blocks = ((sizes.split_kv_block if form else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
     if form:
-        return [form.split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
+        return [form.split_prefill_steps(spec, sizes, keys, M, suffix) for keys, suffix in blocks]
     return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
 
 
@@ -66,6 +66,7 @@ def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
     form = _split_form(spec, sizes)
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    value_columns = spec.cache_columns if form else columns
     whole_blocks, tail_blocks = _steps(spec, sizes, form)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
 
@@ -117,7 +118,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 vn: T.let = an
                 vi: T.let = ai
                 rows = T.meta_var(allocate_row_block(M))
-                state = T.meta_var(allocate_state(spec, M, columns))
+                state = T.meta_var(allocate_state(spec, M, columns, value_columns))
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
                 total: T.let = x.entries[vb, ENTRY_TOTAL]

@@ -11,14 +11,15 @@ from ..kernels import KernelSpec
 from ..schedules.block_sizes import multiplies_digits
 from .arguments import buffer_parameter, dimension
 from .cache_block import match_cache
-from .decode import DecodeShape, qk_rows_first_step, sv_rows_first_step
+from .decode import DecodeShape, qk_rows_first_step, split_form, sv_rows_first_step
 from .primitives_cache import declare_column_scale, declare_matrix
+from .row_state import same_position
 from .splice import alias, splice, whole
-from .split_rows import QK_KEYS, SplitRows, allocate_split_rows, qk_split_step, split_rows
+from .split_rows import QK_KEYS, SplitRows, SplitRowsForm
 
 
-def _gemm_shape(spec: KernelSpec, sizes) -> DecodeShape:
-    columns = sizes.padded_columns(spec.cache_columns)
+def _gemm_shape(spec: KernelSpec, sizes, split: SplitRowsForm | None = None) -> DecodeShape:
+    columns = split.columns if split else sizes.padded_columns(spec.cache_columns)
     return DecodeShape(spec.row_tile, 1, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
 
 
@@ -33,8 +34,8 @@ class _Tile(NamedTuple):
     valid: Any  # int64
 
 
-def _load_query(spec: KernelSpec, shape: DecodeShape, query, tile: _Tile, scale, alpha, packed) -> None:
-    """packed[r, e, c] = alpha * scale[h] * query[row, h], h = c E + e; 0 in padding columns and rows."""
+def _load_query(spec: KernelSpec, shape: DecodeShape, query, tile: _Tile, scale, alpha, packed, position) -> None:
+    """packed[r, e, position(c)] = alpha * scale[h] * query[row, h], h = c E + e; 0 in padding columns and rows."""
     fold = T.sblock_alloc_buffer((spec.head_size,))
     with T.serial(0, spec.head_size) as h:
         T.buffer_store(fold, scale[h] * alpha, [h])
@@ -44,7 +45,7 @@ def _load_query(spec: KernelSpec, shape: DecodeShape, query, tile: _Tile, scale,
         for e in range(shape.planes):
             with T.serial(0, (spec.head_size - e + shape.planes - 1) // shape.planes) as c:
                 h = c * shape.planes + e
-                T.buffer_store(packed, query[tile.first + r, h] * fold[h], [r, e, c])
+                T.buffer_store(packed, query[tile.first + r, h] * fold[h], [r, e, position(c)])
 
 
 def _load_probabilities(shape: DecodeShape, probabilities, tile: _Tile, begin, count, p) -> None:
@@ -80,12 +81,12 @@ def _emit_qk_split(spec: KernelSpec, shape: DecodeShape, step, keys, begin, last
             splice(step, [rows, last - T.Cast("int32", offset), *operands, part_scores])
 
 
-def _query_operands(spec: KernelSpec, splits: bool, query_tile):
+def _query_operands(spec: KernelSpec, split: SplitRowsForm | None, query_tile):
     """What the QK step takes of a tile of rows: the rows, or their digits."""
-    if not splits:
+    if split is None:
         return query_tile
-    operands = allocate_split_rows(spec, int(query_tile.shape[0]))
-    split_rows(spec, query_tile, int(query_tile.shape[0]), operands)
+    operands = split.allocate_split_rows(spec, int(query_tile.shape[0]))
+    split.split_rows(spec, query_tile, int(query_tile.shape[0]), operands)
     return operands
 
 
@@ -137,11 +138,12 @@ def qk_gemm(spec: KernelSpec, sizes):
 
     query [M, K] float32, keys [N, C], scale [K] float32, scores [M, N] float32, alpha -> scores = alpha query keys^T.
     """
-    shape = _gemm_shape(spec, sizes)
+    split = split_form(spec, sizes) if multiplies_digits(spec, sizes) else None
+    shape = _gemm_shape(spec, sizes, split)
     R, BC, chunk = shape.row_tile, shape.kv_block, sizes.kv_chunk
-    splits = multiplies_digits(spec, sizes)
-    step = qk_split_step(spec, R, QK_KEYS) if splits else qk_rows_first_step(spec, shape)
-    emit = _emit_qk_split if splits else _emit_qk
+    step = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    emit = _emit_qk_split if split else _emit_qk
+    position = split.query_position if split else same_position
 
     @T.prim_func(s_tir=True)
     def kernel(query_: T.handle, keys_: T.handle, scale_: T.handle, scores_: T.handle, alpha: T.float32):
@@ -166,8 +168,8 @@ def qk_gemm(spec: KernelSpec, sizes):
                 valid: T.let = T.min(M - first_row, T.int64(R))
                 keys_left: T.let = T.min(N - vk * chunk, T.int64(chunk))
                 tile = T.meta_var(_Tile(first_row, valid))
-                _load_query(spec, shape, query, tile, scale, alpha, query_tile)
-                operands = T.meta_var(_query_operands(spec, splits, query_tile))
+                _load_query(spec, shape, query, tile, scale, alpha, query_tile, position)
+                operands = T.meta_var(_query_operands(spec, split, query_tile))
                 for blk in T.serial(_ceil_div(keys_left, BC)):
                     begin: T.let = vk * chunk + blk * BC
                     count: T.let = T.min(N - begin, T.int64(BC))

@@ -64,7 +64,7 @@ def rows_last_steps(spec: KernelSpec, kv_block: int, columns: int, rows: int, su
 
 
 class RowsLastState(NamedTuple):
-    """Buffers of a task: query_t [E, columns, M], m, l, alpha [M], acc [M, E, columns], and the check of values."""
+    """Buffers of a task: query_t [E, columns, M], m, l, alpha [M], acc [M, E, value columns], the check of values."""
 
     query_t: Any
     m: Any
@@ -74,7 +74,7 @@ class RowsLastState(NamedTuple):
     largest: Any
 
 
-def allocate_state(spec: KernelSpec, rows: int, columns: int) -> RowsLastState:
+def allocate_state(spec: KernelSpec, rows: int, columns: int, value_columns: int) -> RowsLastState:
     E = spec.cache_planes
     m, l, alpha = (T.sblock_alloc_buffer((rows,)) for _ in range(3))
     return RowsLastState(
@@ -82,7 +82,7 @@ def allocate_state(spec: KernelSpec, rows: int, columns: int) -> RowsLastState:
         m,
         l,
         alpha,
-        T.sblock_alloc_buffer((rows, E, columns)),
+        T.sblock_alloc_buffer((rows, E, value_columns)),
         allocate_value_check(spec),
     )
 

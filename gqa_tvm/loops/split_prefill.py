@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from ..definitions import split_integer as si
 from ..definitions import split_prefill as sp
+from ..definitions.split_vectors import RowVectors
 from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .rows_last import RowsLastState
@@ -37,9 +38,10 @@ class SplitPrefillState(NamedTuple):
     weight: Any  # [M] float32
 
 
-def _query_step(spec: KernelSpec, rows: int, digits: int):
-    query_t = te.placeholder((spec.cache_planes, spec.cache_columns, rows), name="query_t")
-    return make_step([query_t, *sp.query_words(query_t, spec.cache, digits)])
+def _query_step(spec: KernelSpec, sizes, rows: int, digits: int):
+    padded = sizes.padded_columns(spec.cache_columns)
+    query_t = te.placeholder((spec.cache_planes, padded, rows), name="query_t")
+    return make_step([query_t, *sp.query_words(query_t, spec.cache_columns, spec.cache, digits)])
 
 
 def _qk_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: str):
@@ -57,23 +59,25 @@ def _softmax_step(kv_block: int, rows: int, suffix: str):
     return make_step([scores, m_old, l_old, *sp.block_softmax(scores, m_old, l_old)], suffix)
 
 
-def _sv_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: str):
+def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int, suffix: str):
+    vectors = RowVectors(sizes.value_width(spec.cache_columns), spec.cache_columns)
     cache_rows, last_row = stored_rows(spec, kv_block)
     p = te.placeholder((kv_block, rows), name="p")
     accumulator = te.placeholder((rows, spec.cache_planes, spec.cache_columns), name="acc_old")
     beta, weight = (te.placeholder((rows,), name=name) for name in ("row_beta", "row_weight"))
-    code_at = sp.value_vectors(cache_rows, last_row, spec.cache_planes)
-    result = sp.sv_gemm_words(sp.probability_words(p, digits), code_at, digits, accumulator, beta, weight)
+    code_at = sp.value_vectors(cache_rows, last_row, spec.cache_planes, vectors)
+    p_words = sp.probability_words(p, digits, sizes.lanes)
+    result = sp.sv_gemm_words(p_words, code_at, digits, accumulator, beta, weight)
     return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
 
 
-def split_prefill_steps(spec: KernelSpec, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
+def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
     query_digits, probability_digits = si.prefill_digits(spec.precision)
     return SplitPrefillSteps(
-        _query_step(spec, rows, query_digits),
+        _query_step(spec, sizes, rows, query_digits),
         _qk_step(spec, kv_block, rows, query_digits, suffix),
         _softmax_step(kv_block, rows, suffix),
-        _sv_step(spec, kv_block, rows, probability_digits, suffix),
+        _sv_step(spec, sizes, kv_block, rows, probability_digits, suffix),
         kv_block,
         suffix,
     )

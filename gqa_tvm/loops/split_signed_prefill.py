@@ -59,7 +59,7 @@ def _sv_step(spec: KernelSpec, kv_block: int, rows: int, suffix: str):
     return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
 
 
-def split_prefill_steps(spec: KernelSpec, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
+def split_prefill_steps(spec: KernelSpec, _sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
     return SplitPrefillSteps(
         _query_step(spec, rows),
         _qk_step(spec, kv_block, rows, suffix),
