@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _DOT_COLUMNS = {64: {"i8": 1024, "i4": 1024}, 32: {"i8": 512, "i4": 512}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
 _PREFILL_PROBABILITY_DIGITS = 3
-# Rows that are no multiple of a vector, and QKGemm alone, are there for these instructions, of unsigned by signed bytes.
+# Rows that are no multiple of a vector, and QKGemm alone, are there for these instructions: unsigned by signed bytes.
 _UNSIGNED_DOT_BYTES = (64, 32)
 _DOT_KEYS = 256
 # Rows pad their vectors much if more than one byte of so many is padding.
@@ -144,11 +144,9 @@ class BlockSizes:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
         if cache not in self.split_prefill or columns > min(_PREFILL_COLUMNS, _DOT_COLUMNS[self.dot_bytes][cache]):
             return False
-        return (
-            columns % self.dot_bytes == 0
-            if self.dot_bytes not in _UNSIGNED_DOT_BYTES
-            else self.value_width(columns) > 0
-        )
+        if self.dot_bytes not in _UNSIGNED_DOT_BYTES:
+            return columns % self.dot_bytes == 0
+        return self.value_width(columns) > 0
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
