@@ -104,7 +104,7 @@ def test_errors_are_those_of_float32(dot, arm, kind, cache):
 
 @needs_aarch64
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 4, 5])
+@pytest.mark.parametrize("group", [1, 4, 5, 8])
 def test_row_tiles(dot, arm, group):
     for cache in ("i8", "i4"):
         for total in (1, 63, 65, 1030):
