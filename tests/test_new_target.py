@@ -67,7 +67,7 @@ def test_it_is_chosen_where_it_runs(line, monkeypatch):
 
 def test_its_sizes_are_derived():
     sizes = default_block_sizes(family_facts(MADE_UP))
-    assert (sizes.lanes, sizes.qk_key_tile, sizes.qk_row_vectors, sizes.kv_block) == (8, 4, 2, 32)
+    assert (sizes.lanes, sizes.qk_key_tile, sizes.qk_row_vectors, sizes.kv_block) == (8, 4, 2, 48)
     assert not sizes.split_integers
 
 

@@ -159,8 +159,8 @@ def _emit_qk_split(
 ) -> None:
     """As `SplitRowsForm.emit_qk_split`.
 
-    The CPU's prefetcher follows one stream of rows at a time: between the steps, rows of the other streams are asked for,
-    values of this block and keys of the next.
+    The CPU's prefetcher follows one stream of rows at a time: between the steps, rows of the other streams are asked
+    for, values of this block and keys of the next.
     """
     begin, last = keys.begin, keys.last
     with T.serial(0, shape.kv_block // QK_KEYS) as part:
