@@ -53,11 +53,12 @@ class Attention(NamedTuple):
     spec: KernelSpec
     sizes: BlockSizes
     kernel: Kernel
+    address: int
     plan: Plan
 
 
 class PreparedCall:
-    """Everything that calls of one signature share. `problem` is the latest one that was validated in full."""
+    """Everything that calls of one signature share."""
 
     def __init__(
         self,
@@ -69,22 +70,22 @@ class PreparedCall:
         num_threads: int,
         precision: Precision = "",
     ) -> None:
-        self.problem = problem
         self._library, self._rules, self._num_threads = library, rules, num_threads
         self._attributes = attributes
         self._precision = precision
         formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
         self._append = KernelSpec("append", *formats, problem.head_size)  # type: ignore[arg-type]
         self.append = library.kernel(self._append)
+        self.append_address = library.address(self._append)
         self.forms = ArgumentForms.of(attributes, inputs, problem, self._append.query)
         # The same for every T of a signature: see tuned_sizes.ORDER_FIELDS.
-        self._kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
+        self.kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
         self._attention: dict[tuple[bool, int], Attention] = {}
 
     def attention(self, problem: Problem) -> Attention:
         """The attention kernel for a problem: the length T may change it within a signature."""
         total = problem.total_sequence_length
-        key = total > self._kv_chunk, total_bucket(total)
+        key = total > self.kv_chunk, total_bucket(total)
         found = self._attention.get(key)
         if found is None:
             found = self._attention[key] = self._choose(problem)
@@ -114,7 +115,7 @@ class PreparedCall:
         return self._library.sizes.choose(spec, problem.group_size, total, self._num_threads)
 
     def _choose(self, problem: Problem) -> Attention:
-        choice = self._rules.choose(self._attributes, problem, self._kv_chunk)
+        choice = self._rules.choose(self._attributes, problem, self.kv_chunk)
         if choice.strategy is Strategy.NAIVE:
             wanted = replace(self._append, operation="naive")
         else:
@@ -125,4 +126,5 @@ class PreparedCall:
         library, threads = self._library, self._num_threads
         target = library.target, library.target_reason
         plan = Plan(choice.strategy, choice.reason, names, sizes, origin, threads, *target, spec.precision or "exact")
-        return Attention(choice, spec, sizes, library.kernel(spec), plan)
+        kernel = library.kernel(spec)
+        return Attention(choice, spec, sizes, kernel, library.address(spec), plan)
