@@ -122,7 +122,7 @@ static bool all_finite(const float* numbers, int64_t count) {
 
 static bool scales_are_finite(const Step* step) {
   for (int i = 0; i < 2; ++i) {
-    const Argument* scale = &step->call->append[APPEND_TENSORS - 2 + i];
+    const Argument* scale = &step->call->attention[ATTENTION_TENSORS - 3 + i]; /* before the output */
     if (!all_finite((const float*)step->given[K_SCALE + i]->data, scale->shape[0])) return false;
   }
   return true;
