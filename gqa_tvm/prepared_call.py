@@ -53,7 +53,6 @@ class Attention(NamedTuple):
     spec: KernelSpec
     sizes: BlockSizes
     kernel: Kernel
-    address: int
     plan: Plan
 
 
@@ -76,7 +75,6 @@ class PreparedCall:
         formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
         self._append = KernelSpec("append", *formats, problem.head_size)  # type: ignore[arg-type]
         self.append = library.kernel(self._append)
-        self.append_address = library.address(self._append)
         self.forms = ArgumentForms.of(attributes, inputs, problem, self._append.query)
         # The same for every T of a signature: see tuned_sizes.ORDER_FIELDS.
         self.kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
@@ -90,6 +88,10 @@ class PreparedCall:
         if found is None:
             found = self._attention[key] = self._choose(problem)
         return found
+
+    def addresses(self, attention: Attention) -> tuple[int, int]:
+        """Of the C functions of append and an attention kernel of this call."""
+        return self._library.address(self._append), self._library.address(attention.spec)
 
     def _decode_spec(self, problem: Problem) -> KernelSpec:
         tile = decode_row_tile(problem.sequence_length, problem.group_size)
@@ -126,5 +128,4 @@ class PreparedCall:
         library, threads = self._library, self._num_threads
         target = library.target, library.target_reason
         plan = Plan(choice.strategy, choice.reason, names, sizes, origin, threads, *target, spec.precision or "exact")
-        kernel = library.kernel(spec)
-        return Attention(choice, spec, sizes, kernel, library.address(spec), plan)
+        return Attention(choice, spec, sizes, library.kernel(spec), plan)

@@ -111,15 +111,16 @@ class RememberedCalls:
         roles = (*append, *ATTENTION_TENSORS)
         sources = [_source(role, call, inputs) for role in roles]
         scalars = call.forms.scalars
+        append_address, attention_address = prepared.addresses(attention)
         result = (problem.batch_size, problem.sequence_length, problem.num_heads * problem.head_size)
         return self._remember(
             tuple(given),
             tuple([call.tensors[role] for role in roles]),
             _free_axes(),
-            np.array(_facts(inputs, presents, call, prepared), np.int64),
+            np.array(_facts(inputs, presents, call, prepared.kv_chunk, append_address), np.int64),
             np.array(sources, np.int64),
             _values((*scalars.append, *scalars.attention)),
-            np.array(_choice(problem, attention, prepared.kv_chunk), np.int64),
+            np.array(_choice(problem, attention, prepared.kv_chunk, attention_address), np.int64),
             attention.plan,
             (result, problem.query_dtype, problem.cache_dtype),
         )
@@ -157,7 +158,7 @@ def _source(role: str, call: AttentionCall, inputs: Inputs) -> tuple[int, int, i
 
 
 def _facts(
-    inputs: Inputs, presents: Sequence[np.ndarray | None], call: AttentionCall, prepared: PreparedCall
+    inputs: Inputs, presents: Sequence[np.ndarray | None], call: AttentionCall, kv_chunk: int, append: int
 ) -> _Facts:
     problem = call.problem
     return _Facts(
@@ -175,14 +176,14 @@ def _facts(
         sliding=int(problem.sliding_window),
         rotary_rows=_NO_LIMIT if inputs.cos_cache is None else inputs.cos_cache.shape[0],
         window=call.forms.window,
-        kv_chunk=prepared.kv_chunk,
-        append=prepared.append_address,
+        kv_chunk=kv_chunk,
+        append=append,
     )
 
 
-def _choice(problem: Problem, attention: Attention, kv_chunk: int) -> _Choice:
+def _choice(problem: Problem, attention: Attention, kv_chunk: int, address: int) -> _Choice:
     total, sizes, strategy = problem.total_sequence_length, attention.sizes, attention.choice.strategy
-    key = total_bucket(total).bit_length() - 1, int(total > kv_chunk), attention.address
+    key = total_bucket(total).bit_length() - 1, int(total > kv_chunk), address
     if strategy is Strategy.NAIVE:
         return _Choice(*key, _NAIVE)
     if not attention.choice.few_rows:

@@ -100,8 +100,13 @@ def assert_interleaved(op: Counted, slow: GroupQueryAttention, inputs: dict[str,
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.parametrize("cache", [*CACHES, *FLOATS])
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [
+        *(("f32", cache) for cache in (*CACHES, "f16")),
+        *(("bf16", cache) for cache in ("bf16", "i8", "i4", "f32")),
+    ],
+)
 def test_formats(dtype: str, cache: str) -> None:
     attributes, inputs = call_of(cache, dtype=dtype, head_size=16)
     op, slow = Counted(**attributes), forgetful(**attributes)
@@ -131,6 +136,26 @@ def test_a_cache_that_grows_by_itself_or_by_new_arrays() -> None:
         past = [results[0].present_key, results[0].present_value]
     # One of every power of two goes the long way.
     assert op.short == by_cache.short == 79 - 8
+
+
+def test_a_sliding_window() -> None:
+    """Rows move once in 8 tokens; a cache below the window is as wrong after a right one."""
+    attributes, inputs = call_of("i8", head_size=16, total=100, batch=2)
+    attributes |= {"sliding_window_cache": 1, "local_window_size": 17}
+    caches = [KVCache(2, 2, 24, 16, 8, k_scale=0.02, v_scale=0.02, sliding_window=17) for _ in range(2)]
+    tokens = {name: inputs[name] for name in ("query", "key", "value", "cos_cache", "sin_cache")}
+    op, slow = Counted(**attributes), forgetful(**attributes)
+    for _ in range(96):
+        got, wanted = (o(**tokens, **cache.arguments(1)).output for o, cache in zip((op, slow), caches, strict=True))
+        np.testing.assert_array_equal(got, wanted)
+        for cache in caches:
+            cache.advance()
+    for got, wanted in ((caches[0].key, caches[1].key), (caches[0].value, caches[1].value)):
+        np.testing.assert_array_equal(got, wanted)
+    # 7 powers of two, and 9 moves.
+    assert op.short == 96 - 7 - 9 - 1
+    small = inputs | {name: inputs[name][:, :, :16].copy() for name in ("past_key", "past_value")}
+    assert_same(op, slow, small, is_in_place=True)
 
 
 def test_arrays_of_other_frameworks() -> None:

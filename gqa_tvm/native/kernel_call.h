@@ -1,5 +1,6 @@
-/* How compiled kernels are called, a part of launcher.c: the part of DLPack and of tvm_ffi's C interface
- * that it takes, which this file needs without their headers. library.c compares it with them. */
+/* How compiled kernels are called, a part of launcher.c: the part of DLPack and of tvm_ffi's C
+ * interface that it takes, which this file needs without their headers. library.c compares it with
+ * them. */
 #ifndef GQA_TVM_KERNEL_CALL_H
 #define GQA_TVM_KERNEL_CALL_H
 

@@ -8,8 +8,8 @@
 #include <stdint.h>
 #include <sys/types.h>
 
-/* An object of CPython without optional fields. remembered_calls.py finds out whether this interpreter's
- * objects and arrays are laid out so. */
+/* An object of CPython without optional fields. remembered_calls.py finds out whether this
+ * interpreter's objects and arrays are laid out so. */
 typedef struct PyObject {
   ssize_t references;
   struct PyObject* type;

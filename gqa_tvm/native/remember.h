@@ -5,7 +5,10 @@
 #include "remembered_calls.h"
 
 /* Arguments of `remember`, see remembered_calls.py. Arrays of numbers are int64. */
-enum { GIVEN, TENSORS, FREE_AXES, FACTS, SOURCE_NUMBERS, SCALARS, CHOICE, PLAN, RESULT_FORMS, REMEMBER_ARGUMENTS };
+enum {
+  GIVEN, TENSORS, FREE_AXES, FACTS, SOURCE_NUMBERS, SCALARS, CHOICE, PLAN, RESULT_FORMS,
+  REMEMBER_ARGUMENTS
+};
 
 static const void* numbers_of(PyObject* array) { return ((Array*)array)->data; }
 
@@ -28,22 +31,31 @@ static bool set_forms(const Calls* calls, Call* call, PyObject* given, const int
     PyObject* array = PyTuple_GetItem(given, i);
     if (array == &_Py_NoneStruct) continue;
     const int flags = i < PRESENT_KEY ? ALIGNED : ALIGNED | WRITEABLE;
-    if (!is_array(calls, array) || !set_form(&call->forms[i], (Array*)array, (int)free_axes[i], flags)) return false;
+    if (!is_array(calls, array) || !set_form(&call->forms[i], (Array*)array, (int)free_axes[i], flags))
+      return false;
   }
   return true;
 }
 
-/* numbers: the source, DLPack's code and the bytes of an element. False for a tensor that is not the memory of its source. */
-static bool set_argument(Argument* argument, PyObject* tensor, PyObject* given, const int64_t* numbers) {
+/* numbers: the source, DLPack's code and the bytes of an element. False for a tensor that is not the
+ * memory of its source. */
+static bool set_argument(Argument* argument, PyObject* tensor, PyObject* given,
+                         const int64_t* numbers) {
   const Array* array = (Array*)tensor;
   const int source = (int)numbers[0];
   if (array->ndim > MAX_DIMS) return false;
   argument->source = source;
   if (source == CONSTANT) argument->kept = owned(tensor);
-  if (source >= 0 && source < PRESENT_KEY && ((Array*)PyTuple_GetItem(given, source))->data != array->data) return false;
+  if (source >= 0 && source < PRESENT_KEY &&
+      ((Array*)PyTuple_GetItem(given, source))->data != array->data)
+    return false;
   const int64_t itemsize = numbers[2];
-  argument->tensor = (Tensor){array->data, ON_CPU, 0, array->ndim, (uint8_t)numbers[1], (uint8_t)(8 * itemsize), 1,
-                              argument->shape, argument->strides, 0};
+  argument->tensor = (Tensor){.data = array->data, .device_type = ON_CPU, .ndim = array->ndim};
+  argument->tensor.code = (uint8_t)numbers[1];
+  argument->tensor.bits = (uint8_t)(8 * itemsize);
+  argument->tensor.lanes = 1;
+  argument->tensor.shape = argument->shape;
+  argument->tensor.strides = argument->strides;
   int64_t compact = 1;
   for (int i = array->ndim - 1; i >= 0; --i) {
     argument->shape[i] = array->shape[i];
@@ -78,7 +90,8 @@ static Call* new_call(const Calls* calls, PyObject* const* from) {
   return NULL;
 }
 
-/* A place for one more call, of the one that has been there longest if need be; -1 if all are being used. */
+/* A place for one more call, of the one that has been there longest if need be; -1 if all are being
+ * used. */
 static int free_place(Calls* calls) {
   if (calls->count < MAX_CALLS) return calls->count++;
   for (int i = 0; i < MAX_CALLS; ++i) {
@@ -120,10 +133,11 @@ static PyObject* function_of(PyMethodDef* method, PyObject* capsule) {
   return capsule ? PyCFunction_NewEx(method, capsule, NULL) : NULL;
 }
 
-/* (run, remember) of an operator that runs on so many threads. names: numpy.ndarray, numpy.empty, numpy.zeros, dtype of
- * uint8. Called with the interpreter's lock. */
+/* (run, remember) of an operator that runs on so many threads. names: numpy.ndarray, numpy.empty,
+ * numpy.zeros, dtype of uint8. Called with the interpreter's lock. */
 PyObject* gqa_tvm_calls(int threads, PyObject* names) {
-  static PyMethodDef methods[] = {{"run", run_call, METH_FASTCALL, NULL}, {"remember", remember_call, METH_FASTCALL, NULL}};
+  static PyMethodDef methods[] = {{"run", run_call, METH_FASTCALL, NULL},
+                                  {"remember", remember_call, METH_FASTCALL, NULL}};
   Calls* calls = calloc(1, sizeof *calls);
   if (calls == NULL) return none();
   calls->threads = threads;
@@ -137,8 +151,8 @@ PyObject* gqa_tvm_calls(int threads, PyObject* names) {
   return tuple_of(2, functions);
 }
 
-/* What the code above reads of an array, for a test of the fields' places: {data, ndim, flags, address of the type, of the
- * dtype, length and stride of the last axis}. The array has one axis at least. */
+/* What the code above reads of an array, for a test of the fields' places: {data, ndim, flags, address
+ * of the type, of the dtype, length and stride of the last axis}. The array has one axis at least. */
 void gqa_tvm_read_array(PyObject* object, int64_t seen[7]) {
   const Array* array = (Array*)object;
   seen[0] = (intptr_t)array->data, seen[1] = array->ndim, seen[2] = array->flags;

@@ -27,7 +27,8 @@ static void forget_call(Call* call) {
 static void forget_calls(PyObject* capsule) {
   Calls* calls = PyCapsule_GetPointer(capsule, CALLS_NAME);
   for (int i = 0; i < calls->count; ++i) forget_call(calls->calls[i]);
-  Py_DecRef(calls->array_type), Py_DecRef(calls->empty), Py_DecRef(calls->zeros), Py_DecRef(calls->byte_type);
+  Py_DecRef(calls->array_type), Py_DecRef(calls->empty), Py_DecRef(calls->zeros),
+      Py_DecRef(calls->byte_type);
   free(calls);
 }
 
@@ -47,8 +48,10 @@ static Call* find_call(Calls* calls, Array* const* given) {
   return NULL;
 }
 
-/* A new array whose first element lies at a multiple of 64 bytes; NULL with an exception set. Takes over `shape`. */
-static PyObject* new_array(const Calls* calls, PyObject* allocate, int64_t bytes, PyObject* shape, PyObject* dtype) {
+/* A new array whose first element lies at a multiple of 64 bytes; NULL with an exception set. Takes
+ * over `shape`. */
+static PyObject* new_array(const Calls* calls, PyObject* allocate, int64_t bytes, PyObject* shape,
+                           PyObject* dtype) {
   PyObject* size[] = {PyLong_FromLongLong(bytes + OUTPUT_ALIGNMENT), owned(calls->byte_type)};
   PyObject* arguments = tuple_of(2, size);
   PyObject* memory = arguments ? PyObject_CallObject(allocate, arguments) : NULL;
@@ -67,7 +70,8 @@ static PyObject* new_array(const Calls* calls, PyObject* allocate, int64_t bytes
 
 static PyObject* new_output(const Calls* calls, const Call* call) {
   const int64_t bytes = call->facts.output_bytes;
-  PyObject* output = new_array(calls, calls->empty, bytes, owned(call->output_shape), call->output_dtype);
+  PyObject* output =
+      new_array(calls, calls->empty, bytes, owned(call->output_shape), call->output_dtype);
   if (output != NULL && poison) memset(((Array*)output)->data, 0xFF, (size_t)bytes);
   return output;
 }
@@ -88,22 +92,25 @@ static PyObject* new_cache(const Calls* calls, const Step* step) {
 static bool take_caches(const Calls* calls, Step* step, PyObject* presents[2]) {
   const Facts* facts = &step->call->facts;
   for (int which = 0; which < 2; ++which) {
-    presents[which] = facts->in_place ? owned(&step->given[PRESENT_KEY + which]->head) : new_cache(calls, step);
+    presents[which] =
+        facts->in_place ? owned(&step->given[PRESENT_KEY + which]->head) : new_cache(calls, step);
     if (presents[which] == NULL) return false;
     step->cache[which] = ((Array*)presents[which])->data;
     if (!facts->has_past || facts->in_place) continue;
     step->past[which] = step->given[PAST_KEY + which]->data;
-    memcpy(step->past_strides[which], step->given[PAST_KEY + which]->strides, sizeof step->past_strides[which]);
+    memcpy(step->past_strides[which], step->given[PAST_KEY + which]->strides,
+           sizeof step->past_strides[which]);
   }
   return true;
 }
 
-/* Fills scratch memory, runs, and frees it; nothing of Python happens here. False: nothing has been done that the long
- * way would not do again. */
+/* Fills scratch memory, runs, and frees it; nothing of Python happens here. False: nothing has been
+ * done that the long way would not do again. */
 static bool run_step(Step* step, int threads) {
   const Facts* facts = &step->call->facts;
   const size_t entries = (size_t)facts->batch * sizeof *step->entries;
-  const size_t positions = facts->has_positions ? (size_t)(facts->batch * facts->tokens) * sizeof(int64_t) : 0;
+  const size_t positions =
+      facts->has_positions ? (size_t)(facts->batch * facts->tokens) * sizeof(int64_t) : 0;
   step->entries = scratch_memory(entries + positions);
   if (step->entries == NULL) return false;
   step->positions = (int64_t*)((char*)step->entries + entries);
@@ -118,7 +125,7 @@ static bool run_step(Step* step, int threads) {
   KernelValues append, attention;
   if (facts->kv_tokens) bind_append(step, &append);
   bind_attention(step, &attention);
-  wanted_threads = threads;
+  gqa_tvm_set_num_threads(threads);
   /* From here on other threads may reshape the caller's arrays: these are not looked at again. */
   void* thread = PyEval_SaveThread();
   int error = run_kernels(step, &append, &attention);
@@ -148,8 +155,8 @@ static PyObject* run_found(const Calls* calls, Call* call, int choice, Array* co
   return result;
 }
 
-/* run(query, .., present_value): ((output, present_key, present_value, None), plan), or None for a call that is not
- * known to be valid, and then nothing has changed that the same call would not change. */
+/* run(query, .., present_value): ((output, present_key, present_value, None), plan), or None for a call
+ * that is not known to be valid, and then nothing has changed that the same call would not change. */
 static PyObject* run_call(PyObject* self, PyObject* const* given, ssize_t count) {
   Calls* calls = PyCapsule_GetPointer(self, CALLS_NAME);
   Call* call = count == ARRAYS ? find_call(calls, (Array* const*)given) : NULL;

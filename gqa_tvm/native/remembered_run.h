@@ -2,7 +2,7 @@
 #ifndef GQA_TVM_REMEMBERED_RUN_H
 #define GQA_TVM_REMEMBERED_RUN_H
 
-#include "remembered_call.h"
+#include "valid_call.h"
 #include "workspace.h"
 
 enum { PARTIAL_DIMS = 6, MOST_VALUES = ATTENTION_TENSORS + ATTENTION_SCALARS + 2 };
@@ -91,7 +91,8 @@ static void add_scalars(KernelValues* kernel, const Value* values, int count) {
 /* Keys of a task of flash decoding. */
 static int64_t chunk_keys(const Step* step) {
   const Choice* choice = step->choice;
-  return choice->chunk ? choice->chunk : (step->longest + choice->kv_block - 1) / choice->kv_block * choice->kv_block;
+  return choice->chunk ? choice->chunk
+                       : (step->longest + choice->kv_block - 1) / choice->kv_block * choice->kv_block;
 }
 
 /* How many chunks the longest entry has. */
@@ -111,7 +112,8 @@ static size_t partial_numbers(const Step* step) {
   const Facts* facts = &step->call->facts;
   const Choice* choice = step->choice;
   if (choice->kind != FLASH_DECODE || step->longest <= chunk_keys(step)) return 0;
-  return (size_t)(facts->batch * facts->kv_heads * choice->groups * chunk_count(step) * choice->rows * choice->width);
+  return (size_t)(facts->batch * facts->kv_heads * choice->groups * chunk_count(step) * choice->rows *
+                  choice->width);
 }
 
 /* The tensor that only some kernels take: partial states, or the scores that nobody wants. */
@@ -133,7 +135,8 @@ static void add_extra(const Step* step, KernelValues* kernel) {
 
 static void add_last(const Step* step, KernelValues* kernel) {
   const int64_t last = step->choice->kind == FLASH_DECODE ? chunk_keys(step) : 0;
-  if (step->choice->kind != FLASH) add_scalars(kernel, &(Value){.type_index = WHOLE_VALUE, .whole = last}, 1);
+  if (step->choice->kind != FLASH)
+    add_scalars(kernel, &(Value){.type_index = WHOLE_VALUE, .whole = last}, 1);
 }
 
 static void bind_append(const Step* step, KernelValues* kernel) {
@@ -150,6 +153,23 @@ static void bind_attention(const Step* step, KernelValues* kernel) {
   add_last(step, kernel);
 }
 
+/* Rows of the past that a new cache takes over. */
+static void copy_past(const Step* step, int which) {
+  const Facts* facts = &step->call->facts;
+  const int64_t row = facts->columns * facts->cache_itemsize, *strides = step->past_strides[which];
+  for (int64_t b = 0; b < facts->batch; ++b) {
+    const int64_t rows = facts->kv_tokens ? step->entries[b][0] : step->entries[b][1];
+    for (int64_t n = 0; n < facts->kv_heads; ++n) {
+      char* to = step->cache[which] + (b * facts->kv_heads + n) * step->rows * row;
+      const char* from = step->past[which] + b * strides[0] + n * strides[1];
+      if (strides[2] == row)
+        memcpy(to, from, (size_t)(rows * row));
+      else
+        for (int64_t r = 0; r < rows; ++r) memcpy(to + r * row, from + r * strides[2], (size_t)row);
+    }
+  }
+}
+
 static int call_kernel(int64_t address, const KernelValues* kernel) {
   Value result = {0};
   return ((KernelFunction)(intptr_t)address)(NULL, kernel->values, kernel->count, &result);
@@ -162,7 +182,9 @@ static int run_kernels(const Step* step, const KernelValues* append, const Kerne
   return error != 0 ? error : call_kernel(step->choice->address, attention);
 }
 
-static void* scratch_memory(size_t bytes) { return alloc_workspace(ON_CPU, 0, bytes, UNSIGNED_CODE, 8); }
+static void* scratch_memory(size_t bytes) {
+  return alloc_workspace(ON_CPU, 0, bytes, UNSIGNED_CODE, 8);
+}
 
 static void release_scratch(void* memory) { free_workspace(ON_CPU, 0, memory); }
 
