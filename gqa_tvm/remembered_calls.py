@@ -22,7 +22,6 @@ from .kv_cache import Present
 from .launcher import launcher
 from .prepared_call import Attention, PreparedCall
 from .strategy import Strategy
-from .tuned_sizes import total_bucket
 from .validation import Inputs, Problem
 
 Result = tuple[np.ndarray, np.ndarray, np.ndarray, None]
@@ -100,12 +99,15 @@ class RememberedCalls:
         prepared: PreparedCall,
         attention: Attention,
     ) -> bool:
-        """Run calls like this one, which has just run, the short way from now on; False if that cannot be.
+        """Run calls like this one, which has just run, the short way from now on; False if that cannot be or is done.
 
         given: inputs, then present arrays. caches: as prepare_presents made them.
         """
+        if self._remember is None or attention.totals in prepared.offered:
+            return False
+        prepared.offered.add(attention.totals)
         inputs, presents, problem = Inputs._make(given[:-2]), given[-2:], call.problem
-        if self._remember is None or not _fits(inputs, presents, problem, caches):
+        if not _fits(inputs, presents, problem, caches):
             return False
         append = APPEND_TENSORS if problem.kv_sequence_length else ("entries",) * len(APPEND_TENSORS)
         roles = (*append, *ATTENTION_TENSORS)
@@ -120,7 +122,7 @@ class RememberedCalls:
             np.array(_facts(inputs, presents, call, prepared.kv_chunk, append_address), np.int64),
             np.array(sources, np.int64),
             _values((*scalars.append, *scalars.attention)),
-            np.array(_choice(problem, attention, prepared.kv_chunk, attention_address), np.int64),
+            np.array(_choice(problem, attention, attention_address), np.int64),
             attention.plan,
             (result, problem.query_dtype, problem.cache_dtype),
         )
@@ -181,9 +183,9 @@ def _facts(
     )
 
 
-def _choice(problem: Problem, attention: Attention, kv_chunk: int, address: int) -> _Choice:
-    total, sizes, strategy = problem.total_sequence_length, attention.sizes, attention.choice.strategy
-    key = total_bucket(total).bit_length() - 1, int(total > kv_chunk), address
+def _choice(problem: Problem, attention: Attention, address: int) -> _Choice:
+    (is_long, bucket), sizes, strategy = attention.totals, attention.sizes, attention.choice.strategy
+    key = bucket.bit_length() - 1, int(is_long), address
     if strategy is Strategy.NAIVE:
         return _Choice(*key, _NAIVE)
     if not attention.choice.few_rows:

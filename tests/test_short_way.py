@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from call_ways import Counted, assert_same, forgetful, in_place, like, outcome
-from operator_calls import CACHES, FLOATS, STRATEGIES, add_rotary, make_call
+from operator_calls import CACHES, STRATEGIES, add_rotary, make_call
 
 from gqa_tvm import GroupQueryAttention, InvalidArgument, KVCache, remembered_calls
 from gqa_tvm.launcher import launcher
