@@ -112,10 +112,10 @@ class GroupQueryAttention:
         InvalidArgument, and then every array is as it was.
         """
         given = (
-            *(query, key, value, past_key, past_value, seqlens_k, total_sequence_length),
-            *(cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale),
-            *(q_norm_weight, k_norm_weight, query_seqlens, present_key, present_value),
-        )
+            query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache,
+            position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm_weight, k_norm_weight, query_seqlens,
+            present_key, present_value,
+        )  # fmt: skip
         return self._run_remembered(given) or self._run_validated(given)
 
     def _run_remembered(self, given: Sequence[Any]) -> GroupQueryAttentionResult | None:

@@ -21,8 +21,10 @@ static bool set_form(Form* form, const Array* array, int free_axis, int flags) {
     form->free_axis = free_axis;
     form->flags |= C_CONTIGUOUS;
   }
-  memcpy(form->shape, array->shape, (size_t)array->ndim * sizeof *form->shape);
-  memcpy(form->strides, array->strides, (size_t)array->ndim * sizeof *form->strides);
+  for (int i = 0; i < array->ndim; ++i) {
+    form->shape[i] = array->shape[i];
+    form->strides[i] = array->strides[i];
+  }
   return true;
 }
 
