@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -310,3 +312,21 @@ def test_arrays_laid_out_otherwise_go_the_long_way(monkeypatch: pytest.MonkeyPat
     finally:
         monkeypatch.undo()
         remembered_calls.arrays_are_readable.cache_clear()
+
+
+LIBRARY_ALONE = """
+import os, sys
+os.environ["GQA_TVM_CACHE"], os.environ["CC"] = sys.argv[2], "false"
+from call_ways import Counted, forgetful, assert_same
+from operator_calls import make_call
+attributes, inputs = make_call("i8", total=70)
+op, slow = (make(**attributes, library=sys.argv[1]) for make in (Counted, forgetful))
+for _ in range(2):
+    assert_same(op, slow, inputs, True)
+assert op.short == 1 and not os.listdir(sys.argv[2])
+"""
+
+
+def test_a_library_brings_the_short_way(small_library: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIBRARY_ALONE, str(small_library), str(tmp_path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent)
