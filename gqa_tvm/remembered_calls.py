@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .arrays import kernels_can_write
 from .kernel_calls import APPEND_TENSORS, ATTENTION_TENSORS, AttentionCall, decode_tasks
 from .kv_cache import Present
 from .launcher import launcher
@@ -50,7 +51,6 @@ class _Facts(NamedTuple):
     cache_itemsize: int
     output_bytes: int
     has_past: int
-    in_place: int
     has_positions: int
     quantized: int
     sliding: int
@@ -105,9 +105,11 @@ class RememberedCalls:
         """
         if self._remember is None or attention.totals in prepared.offered:
             return False
+        inputs, problem = Inputs._make(given[:-2]), call.problem
+        if problem.sliding_window and any(cache.storage is not cache.array or not cache.in_place for cache in caches):
+            return False
         prepared.offered.add(attention.totals)
-        inputs, presents, problem = Inputs._make(given[:-2]), given[-2:], call.problem
-        if not _fits(inputs, presents, problem, caches):
+        if not _fits(inputs, given[-2:], problem):
             return False
         append = APPEND_TENSORS if problem.kv_sequence_length else ("entries",) * len(APPEND_TENSORS)
         roles = (*append, *ATTENTION_TENSORS)
@@ -119,7 +121,7 @@ class RememberedCalls:
             tuple(given),
             tuple([call.tensors[role] for role in roles]),
             _free_axes(),
-            np.array(_facts(inputs, presents, call, prepared.kv_chunk, append_address), np.int64),
+            np.array(_facts(inputs, call, prepared.kv_chunk, append_address), np.int64),
             np.array(sources, np.int64),
             _values((*scalars.append, *scalars.attention)),
             np.array(_choice(problem, attention, attention_address), np.int64),
@@ -133,17 +135,12 @@ def _free_axes() -> np.ndarray:
     return np.array([_FREE_AXES.get(name, -1) for name in _ARRAYS], np.int64)
 
 
-def _fits(
-    inputs: Inputs, presents: Sequence[np.ndarray | None], problem: Problem, caches: tuple[Present, Present]
-) -> bool:
-    """Whether C can tell of such calls that they are valid, and has all that it takes to run them."""
-    in_place = presents[0] is not None
-    if problem.sequence_length == 0 or (problem.sliding_window and not in_place):
+def _fits(inputs: Inputs, presents: Sequence[np.ndarray | None], problem: Problem) -> bool:
+    """Whether C can tell of calls of this signature that they are valid, and has all that it takes to run them."""
+    if problem.sequence_length == 0 or (presents[0] is None) != (presents[1] is None):
         return False
-    for present, given in zip(caches, presents, strict=True):
-        # Others are written by way of a copy.
-        if present.storage is not present.array or (given is not None) != in_place or present.in_place != in_place:
-            return False
+    if any(array is not None and not kernels_can_write(array) for array in presents):
+        return False
     # Rotary tables without columns still limit position_ids.
     if inputs.position_ids is not None and problem.positions is None:
         return False
@@ -159,9 +156,7 @@ def _source(role: str, call: AttentionCall, inputs: Inputs) -> tuple[int, int, i
     return source, _CODES[tensor.dtype.kind], tensor.itemsize
 
 
-def _facts(
-    inputs: Inputs, presents: Sequence[np.ndarray | None], call: AttentionCall, kv_chunk: int, append: int
-) -> _Facts:
+def _facts(inputs: Inputs, call: AttentionCall, kv_chunk: int, append: int) -> _Facts:
     problem = call.problem
     return _Facts(
         batch=problem.batch_size,
@@ -172,7 +167,6 @@ def _facts(
         cache_itemsize=problem.cache_dtype.itemsize,
         output_bytes=call.tensors["output"].nbytes,
         has_past=int(inputs.past_key is not None),
-        in_place=int(presents[0] is not None),
         has_positions=int(problem.positions is not None),
         quantized=int(call.forms.quantized),
         sliding=int(problem.sliding_window),

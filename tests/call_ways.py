@@ -45,18 +45,32 @@ def in_place(inputs: Inputs) -> Inputs:
     return inputs | {"present_key": inputs["past_key"], "present_value": inputs["past_value"]}
 
 
-def outcome(op: Callable[..., Any], inputs: Inputs, *, is_in_place: bool) -> Any:
-    """What a call gives, or says; and what it leaves in its arrays."""
+def other_presents(inputs: Inputs) -> dict[str, np.ndarray]:
+    """Present arrays beside the past, full of what is to be overwritten."""
+    past, total = inputs["past_key"], inputs["total_sequence_length"]
+    if past is None or past.ndim != 4 or total is None or not 0 <= int(total.sum()) < 1000:
+        return {}
+    shape = (*past.shape[:2], max(past.shape[2], int(total.sum())), past.shape[3])
+    return {name: np.full(shape, 77, past.dtype) for name in ("present_key", "present_value")}
+
+
+PRESENTS = ("new", "past", "other")
+
+
+def outcome(op: Callable[..., Any], inputs: Inputs, presents: str) -> Any:
+    """What a call gives, or says; and what it leaves in its arrays. presents: new arrays, the past, or others."""
     own = {name: array if array is None else like(array) for name, array in inputs.items()}
+    others = other_presents(own) if presents == "other" else {}
+    given = in_place(own) if presents == "past" else own | others
     try:
-        result = op(**(in_place(own) if is_in_place else own))
+        result = op(**given)
     except InvalidArgument as error:
-        return str(error), [_bytes(array) for array in own.values()]
+        return str(error), [_bytes(array) for array in given.values()]
     assert result._fields == ("output", "present_key", "present_value", "output_qk") and result.output_qk is None
     assert all(type(array) is np.ndarray for array in result[:3])
     assert result.output.__array_interface__["data"][0] % 64 == 0 and result.output.flags.carray
-    if is_in_place:
-        assert result.present_key is own["past_key"] and result.present_value is own["past_value"]
+    if "present_key" in given:
+        assert result.present_key is given["present_key"] and result.present_value is given["present_value"]
     else:
         assert result.present_key.__array_interface__["data"][0] % 64 == 0 and result.present_key.flags.carray
     shapes = [(array.shape, array.dtype) for array in result[:3]]
@@ -82,8 +96,8 @@ def _bytes(array: np.ndarray | None) -> bytes | None:
     return None if array is None else array.tobytes()
 
 
-def assert_same(op: Counted, slow: GroupQueryAttention, inputs: Inputs, is_in_place: bool) -> Any:
-    got, wanted = (outcome(o, inputs, is_in_place=is_in_place) for o in (op, slow))
+def assert_same(op: Counted, slow: GroupQueryAttention, inputs: Inputs, presents: str) -> None:
+    """Both ways: the same results, words, arrays and plan."""
+    got, wanted = (outcome(each, inputs, presents) for each in (op, slow))
     assert got == wanted
     assert op.op.last_plan == slow.last_plan
-    return got

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from call_ways import Counted, Inputs, assert_same, forgetful
+from call_ways import PRESENTS, Counted, Inputs, assert_same, forgetful, other_presents
 from configuration import Configuration
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,9 +28,16 @@ def test_random_calls_run_the_short_way_the_second_time(first: int) -> None:
         call = configuration.draw()
         given = {"strategy": configuration.strategy, **call.attributes}
         op, slow = Counted(**given), forgetful(**given)
-        for _ in range(2):
-            assert_same(op, slow, call.inputs, configuration.in_place)
-        assert op.short == int(_is_taken(configuration, call.inputs)), configuration
+        presents = "past" if configuration.in_place else "new"
+        assert_same(op, slow, call.inputs, presents)
+        assert_same(op, slow, call.inputs, presents)
+        short = 1
+        if other_presents(call.inputs) and not configuration.sliding:
+            assert_same(op, slow, call.inputs, "other")
+            assert_same(op, slow, call.inputs, "other")
+            # The past and others are of one form.
+            short += 2 if presents == "past" else 1
+        assert op.short == (short if _is_taken(configuration, call.inputs) else 0), configuration
 
 
 def _is_taken(c: Configuration, inputs: Inputs) -> bool:
@@ -124,5 +131,4 @@ def test_sequences_of_calls(data: st.DataObject) -> None:
         inputs = dict(call.inputs)
         for change in data.draw(st.lists(st.sampled_from(CHANGES), max_size=2)):
             change(data.draw, inputs)
-        is_in_place = inputs["past_key"] is not None and data.draw(st.booleans())
-        assert_same(op, slow, inputs, is_in_place)
+        assert_same(op, slow, inputs, data.draw(st.sampled_from(PRESENTS)) if inputs["past_key"] is not None else "new")

@@ -83,13 +83,14 @@ def call_of(cache: str, change: Any = None, **sizes: Any) -> tuple[dict[str, Any
 def test_forms_of_a_step(change: Any, strategy: str) -> None:
     attributes, inputs = call_of("i8-channel", change, batch=3, head_size=16)
     op, slow = Counted(**attributes, strategy=strategy), forgetful(**attributes, strategy=strategy)
-    for is_in_place in (True, True, False, False):
-        if change is interleaved and is_in_place:
+    for presents in ("past", "past", "other", "new", "new"):
+        if change is interleaved and presents == "past":
             # `outcome` would copy each on its own.
             assert_interleaved(op, slow, inputs)
         else:
-            assert_same(op, slow, inputs, is_in_place)
-    assert op.short == 2
+            assert_same(op, slow, inputs, presents)
+    # Others beside an interleaved past have strides that it has not.
+    assert op.short == (2 if change is interleaved else 3)
 
 
 def assert_interleaved(op: Counted, slow: GroupQueryAttention, inputs: dict[str, Any]) -> None:
@@ -112,9 +113,9 @@ def assert_interleaved(op: Counted, slow: GroupQueryAttention, inputs: dict[str,
 def test_formats(dtype: str, cache: str) -> None:
     attributes, inputs = call_of(cache, dtype=dtype, head_size=16)
     op, slow = Counted(**attributes), forgetful(**attributes)
-    for is_in_place in (True, True, False, False):
-        assert_same(op, slow, inputs, is_in_place)
-    assert op.short == 2
+    for presents in ("past", "past", "other", "new", "new"):
+        assert_same(op, slow, inputs, presents)
+    assert op.short == 3
 
 
 def test_a_cache_that_grows_by_itself_or_by_new_arrays() -> None:
@@ -157,7 +158,7 @@ def test_a_sliding_window() -> None:
     firsts_of_powers, moves = {1, 2, 3, 5, 9, 17, 33, 65}, set(range(25, 97, 8))
     assert op.short == 96 - len(firsts_of_powers | moves)
     small = inputs | {name: inputs[name][:, :, :16].copy() for name in ("past_key", "past_value")}
-    assert_same(op, slow, small, is_in_place=True)
+    assert_same(op, slow, small, "past")
 
 
 def test_arrays_of_other_frameworks() -> None:
@@ -210,7 +211,7 @@ def test_more_forms_than_are_remembered() -> None:
         for name in ("query", "key", "value"):
             inputs[name] = np.resize(inputs[name], (1, tokens, inputs[name].shape[-1]))
         inputs["seqlens_k"][:], inputs["total_sequence_length"][:] = tokens, tokens + 1
-        assert_same(op, slow, inputs, is_in_place=True)
+        assert_same(op, slow, inputs, "past")
     # 79 again; 1 and 2 are forgotten.
     assert op.short == 1 and len(op.op._prepared) <= 64
 
@@ -239,10 +240,10 @@ def test_threads_with_caches_of_their_own() -> None:
 def test_a_forked_child_goes_on() -> None:
     attributes, inputs = call_of("i8", head_size=16)
     op = Counted(**attributes, num_threads=2)
-    wanted = [outcome(op, inputs, is_in_place=True) for _ in range(2)][1]
+    wanted = [outcome(op, inputs, "past") for _ in range(2)][1]
     child = os.fork()
     if child == 0:
-        same = all(outcome(op, inputs, is_in_place=True) == wanted for _ in range(5))
+        same = all(outcome(op, inputs, "past") == wanted for _ in range(5))
         os._exit(0 if same and op.short == 6 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -291,12 +292,12 @@ def test_a_kernel_that_fails_is_left_to_the_long_way(monkeypatch: pytest.MonkeyP
     address = ctypes.cast(fails, ctypes.c_void_p).value
     monkeypatch.setattr(remembered_calls, "_choice", lambda *given: choice(*given)._replace(address=address))
     op, slow = Counted(**attributes), forgetful(**attributes)
-    outcomes = [outcome(op, inputs, is_in_place=True) for _ in range(3)]
+    outcomes = [outcome(op, inputs, "past") for _ in range(3)]
     scratch = launcher().workspace_bytes()
-    outcomes += [outcome(op, inputs, is_in_place=True) for _ in range(20)]
+    outcomes += [outcome(op, inputs, "past") for _ in range(20)]
     assert launcher().workspace_bytes() == scratch
     assert op.short == 0 and len(calls) == 22
-    assert all(got == outcome(slow, inputs, is_in_place=True) for got in outcomes)
+    assert all(got == outcome(slow, inputs, "past") for got in outcomes)
 
 
 def test_arrays_laid_out_otherwise_go_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +323,7 @@ from operator_calls import make_call
 attributes, inputs = make_call("i8", total=70)
 op, slow = (make(**attributes, library=sys.argv[1]) for make in (Counted, forgetful))
 for _ in range(2):
-    assert_same(op, slow, inputs, True)
+    assert_same(op, slow, inputs, "past")
 assert op.short == 1 and not os.listdir(sys.argv[2])
 """
 

@@ -119,7 +119,8 @@ static PyObject* remember_call(PyObject* self, PyObject* const* from, ssize_t co
     if (call != NULL && place < 0) forget_call(call);
     if (place < 0) return PyBool_FromLong(false);
     calls->calls[place] = call;
-    if (call->facts.in_place) call->apart = given[PRESENT_VALUE]->data - given[PRESENT_KEY]->data;
+    if (call->forms[PRESENT_KEY].dtype != NULL)
+      call->apart = given[PRESENT_VALUE]->data - given[PRESENT_KEY]->data;
   }
   const Choice* choice = numbers_of(from[CHOICE]);
   for (int i = 0; i < call->choice_count; ++i)

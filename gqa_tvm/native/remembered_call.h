@@ -38,7 +38,7 @@ typedef struct {
 /* Of all calls of these forms; as `_Facts` in remembered_calls.py. has_past .. sliding: 0 or 1. */
 typedef struct {
   int64_t batch, tokens, kv_tokens, kv_heads, columns, cache_itemsize, output_bytes;
-  int64_t has_past, in_place, has_positions, quantized, sliding;
+  int64_t has_past, has_positions, quantized, sliding;
   int64_t rotary_rows; /* of cos_cache, INT64_MAX without */
   int64_t window, kv_chunk, append; /* `append`: address of the kernel */
 } Facts;
@@ -63,20 +63,29 @@ typedef struct {
   PyObject *output_shape, *output_dtype, *cache_dtype;
 } Call;
 
-/* A call under way. */
+/* Rows of a cache [B, N_kv, .., columns]; `start` is NULL where nothing is to be copied. */
+typedef struct {
+  char* start;
+  int64_t strides[3];
+} Rows;
+
+/* What the present caches are: new, the past itself, or others that get a copy of new ones in the end. */
+typedef enum { NEW_PRESENTS, PAST_IN_PLACE, OTHER_PRESENTS } Presents;
+
+/* A call under way. past, present: what is copied from and to, if anything. */
 typedef struct {
   const Call* call;
   const Choice* choice;
   Array* const* given;
   int64_t total, rows, longest; /* T, of the present caches, of the longest entry */
+  Presents presents;
   bool is_prompt, is_chunk;
   int32_t (*entries)[4];
   int64_t* positions;
   float* partial;
   void* output;
   char* cache[2];
-  const char* past[2]; /* NULL: nothing is copied from there */
-  int64_t past_strides[2][3];
+  Rows past[2], present[2];
 } Step;
 
 static bool same_numbers(const int64_t* a, const int64_t* b, int count, int except) {

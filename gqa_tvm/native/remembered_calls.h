@@ -88,18 +88,23 @@ static PyObject* new_cache(const Calls* calls, const Step* step) {
   return new_array(calls, calls->zeros, bytes, tuple_of(4, lengths), step->call->cache_dtype);
 }
 
-/* The present caches: the caller's, or new ones. False with an exception set without memory. */
-static bool take_caches(const Calls* calls, Step* step, PyObject* presents[2]) {
-  const Facts* facts = &step->call->facts;
+static Rows rows_of(const Array* cache) {
+  return (Rows){cache->data, {cache->strides[0], cache->strides[1], cache->strides[2]}};
+}
+
+/* The caches that kernels write: the caller's past, or new ones. False with an exception set without
+ * memory. */
+static bool take_caches(const Calls* calls, Step* step, PyObject* caches[2]) {
+  const bool has_past = step->call->facts.has_past;
   for (int which = 0; which < 2; ++which) {
-    presents[which] =
-        facts->in_place ? owned(&step->given[PRESENT_KEY + which]->head) : new_cache(calls, step);
-    if (presents[which] == NULL) return false;
-    step->cache[which] = ((Array*)presents[which])->data;
-    if (!facts->has_past || facts->in_place) continue;
-    step->past[which] = step->given[PAST_KEY + which]->data;
-    memcpy(step->past_strides[which], step->given[PAST_KEY + which]->strides,
-           sizeof step->past_strides[which]);
+    Array *const past = step->given[PAST_KEY + which], *const present =
+                                                           step->given[PRESENT_KEY + which];
+    const bool in_place = step->presents == PAST_IN_PLACE;
+    caches[which] = in_place ? owned(&present->head) : new_cache(calls, step);
+    if (caches[which] == NULL) return false;
+    step->cache[which] = ((Array*)caches[which])->data;
+    if (has_past && !in_place) step->past[which] = rows_of(past);
+    if (step->presents == OTHER_PRESENTS) step->present[which] = rows_of(present);
   }
   return true;
 }
@@ -138,20 +143,23 @@ static bool run_step(Step* step, int threads) {
 
 static PyObject* run_found(const Calls* calls, Call* call, int choice, Array* const* given) {
   Step step = {.call = call, .choice = &call->choices[choice], .given = given};
-  PyObject *presents[2] = {NULL, NULL}, *output = NULL, *result = NULL;
+  PyObject *caches[2] = {NULL, NULL}, *output = NULL, *result = NULL;
   if (!begin_step(&step)) return NULL;
   output = new_output(calls, call);
-  if (output != NULL && take_caches(calls, &step, presents)) {
+  if (output != NULL && take_caches(calls, &step, caches)) {
     step.output = ((Array*)output)->data;
     if (run_step(&step, calls->threads)) {
-      PyObject* parts[] = {owned(output), owned(presents[0]), owned(presents[1]), none()};
+      const bool given_back = step.presents == OTHER_PRESENTS;
+      PyObject* key = given_back ? &given[PRESENT_KEY]->head : caches[0];
+      PyObject* value = given_back ? &given[PRESENT_VALUE]->head : caches[1];
+      PyObject* parts[] = {owned(output), owned(key), owned(value), none()};
       PyObject* both[] = {tuple_of(4, parts), owned(call->plans[choice])};
       result = tuple_of(2, both);
     } else {
       forget_failure();
     }
   }
-  Py_DecRef(output), Py_DecRef(presents[0]), Py_DecRef(presents[1]);
+  Py_DecRef(output), Py_DecRef(caches[0]), Py_DecRef(caches[1]);
   return result;
 }
 

@@ -47,7 +47,7 @@ static Tensor* point(Shaped* shaped, Tensor like, int ndim, void* data) {
 
 static Tensor* cache_tensor(const Step* step, const Argument* argument, int which, Shaped* shaped) {
   const Facts* facts = &step->call->facts;
-  if (facts->in_place)
+  if (step->presents == PAST_IN_PLACE)
     set_as(shaped, step->given[PRESENT_KEY + which], facts->cache_itemsize);
   else
     set_compact(shaped, 4, (int64_t[]){facts->batch, facts->kv_heads, step->rows, facts->columns});
@@ -153,20 +153,40 @@ static void bind_attention(const Step* step, KernelValues* kernel) {
   add_last(step, kernel);
 }
 
-/* Rows of the past that a new cache takes over. */
-static void copy_past(const Step* step, int which) {
+static void copy_rows(Rows to, Rows from, int64_t count, int64_t bytes) {
+  if (to.strides[2] == bytes && from.strides[2] == bytes) {
+    memcpy(to.start, from.start, (size_t)(count * bytes));
+    return;
+  }
+  for (int64_t r = 0; r < count; ++r)
+    memcpy(to.start + r * to.strides[2], from.start + r * from.strides[2], (size_t)bytes);
+}
+
+static Rows rows_at(Rows rows, int64_t entry, int64_t head) {
+  rows.start += entry * rows.strides[0] + head * rows.strides[1];
+  return rows;
+}
+
+/* Rows of new caches, all of them compact. */
+static Rows new_rows(const Step* step, int which) {
   const Facts* facts = &step->call->facts;
-  const int64_t row = facts->columns * facts->cache_itemsize, *strides = step->past_strides[which];
-  for (int64_t b = 0; b < facts->batch; ++b) {
-    const int64_t rows = facts->kv_tokens ? step->entries[b][0] : step->entries[b][1];
-    for (int64_t n = 0; n < facts->kv_heads; ++n) {
-      char* to = step->cache[which] + (b * facts->kv_heads + n) * step->rows * row;
-      const char* from = step->past[which] + b * strides[0] + n * strides[1];
-      if (strides[2] == row)
-        memcpy(to, from, (size_t)(rows * row));
-      else
-        for (int64_t r = 0; r < rows; ++r) memcpy(to + r * row, from + r * strides[2], (size_t)row);
-    }
+  const int64_t row = facts->columns * facts->cache_itemsize;
+  return (Rows){step->cache[which], {facts->kv_heads * step->rows * row, step->rows * row, row}};
+}
+
+/* Rows of the past that a new cache takes over, or all rows that a present gets of it. */
+static void copy_caches(const Step* step, const Rows olds[2], bool to_new) {
+  const Facts* facts = &step->call->facts;
+  const int64_t row = facts->columns * facts->cache_itemsize;
+  for (int64_t k = 0; k < 2 * facts->batch * facts->kv_heads; ++k) {
+    const int64_t which = k % 2, entry = k / 2 / facts->kv_heads, head = k / 2 % facts->kv_heads;
+    if (olds[which].start == NULL) continue;
+    const Rows made = rows_at(new_rows(step, (int)which), entry, head);
+    const Rows old = rows_at(olds[which], entry, head);
+    if (to_new)
+      copy_rows(made, old, facts->kv_tokens ? step->entries[entry][0] : step->entries[entry][1], row);
+    else
+      copy_rows(old, made, step->rows, row);
   }
 }
 
@@ -176,10 +196,11 @@ static int call_kernel(int64_t address, const KernelValues* kernel) {
 }
 
 static int run_kernels(const Step* step, const KernelValues* append, const KernelValues* attention) {
-  for (int which = 0; which < 2; ++which)
-    if (step->past[which] != NULL) copy_past(step, which);
+  copy_caches(step, step->past, true);
   int error = step->call->facts.kv_tokens ? call_kernel(step->call->facts.append, append) : 0;
-  return error != 0 ? error : call_kernel(step->choice->address, attention);
+  if (error == 0) error = call_kernel(step->choice->address, attention);
+  if (error == 0) copy_caches(step, step->present, false);
+  return error;
 }
 
 static void* scratch_memory(size_t bytes) {

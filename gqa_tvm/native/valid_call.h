@@ -40,36 +40,59 @@ static int32_t element(const Array* array, int64_t index) {
   return *(const int32_t*)(array->data + index * stride);
 }
 
-/* Bytes from the first element to behind the last of a cache. */
-static int64_t extent(const Array* array) {
-  int64_t last = array->strides[array->ndim - 1];
-  for (int i = 0; i < array->ndim; ++i) last += (array->shape[i] - 1) * array->strides[i];
-  return last;
-}
-
-/* Key and value cache are those of the past, and apart from each other. */
-static bool caches_may_be_written(const Step* step) {
-  Array *const keys = step->given[PRESENT_KEY], *const values = step->given[PRESENT_VALUE];
-  Array *const past_keys = step->given[PAST_KEY], *const past_values = step->given[PAST_VALUE];
-  if (keys->data != past_keys->data || values->data != past_values->data) return false;
-  const int64_t rows = past_keys->shape[2]; /* of the values too, says begin_step */
-  if (keys->shape[2] != rows || values->shape[2] != rows) return false;
-  const int64_t apart = values->data - keys->data;
-  if (apart >= extent(keys) || -apart >= extent(values)) return true;
-  return step->call->forms[PRESENT_KEY].free_axis < 0 && apart == step->call->apart;
+/* Whether no byte of one array lies between the first and the last of the other. */
+static bool are_apart(const Array* a, const Array* b, int64_t itemsize) {
+  const Array* arrays[] = {a, b};
+  const char *low[2], *high[2];
+  for (int k = 0; k < 2; ++k) {
+    low[k] = arrays[k]->data, high[k] = arrays[k]->data + itemsize;
+    for (int i = 0; i < arrays[k]->ndim; ++i) {
+      const int64_t length = arrays[k]->shape[i], last = (length - 1) * arrays[k]->strides[i];
+      if (length == 0) return true;
+      *(last < 0 ? &low[k] : &high[k]) += last;
+    }
+  }
+  return high[0] <= low[1] || high[1] <= low[0];
 }
 
 static bool is_given(const Step* step, int array) { return step->call->forms[array].dtype != NULL; }
+
+static bool is_same_memory(const Array* a, const Array* b) {
+  return a->data == b->data && a->ndim == b->ndim && same_numbers(a->shape, b->shape, a->ndim, -1) &&
+         same_numbers(a->strides, b->strides, a->ndim, -1);
+}
+
+static Presents presents_of(const Step* step) {
+  if (!is_given(step, PRESENT_KEY)) return NEW_PRESENTS;
+  if (!is_given(step, PAST_KEY)) return OTHER_PRESENTS;
+  const bool same = is_same_memory(step->given[PRESENT_KEY], step->given[PAST_KEY]) &&
+                    is_same_memory(step->given[PRESENT_VALUE], step->given[PAST_VALUE]);
+  return same ? PAST_IN_PLACE : OTHER_PRESENTS;
+}
+
+/* Given present caches have room, keep off each other, and off a past that they are not. */
+static bool presents_may_be_written(const Step* step) {
+  Array *const keys = step->given[PRESENT_KEY], *const values = step->given[PRESENT_VALUE];
+  const int64_t itemsize = step->call->facts.cache_itemsize;
+  if (keys->shape[2] != step->rows || values->shape[2] != step->rows) return false;
+  if (step->presents == OTHER_PRESENTS && step->call->facts.has_past &&
+      !(are_apart(keys, step->given[PAST_KEY], itemsize) &&
+        are_apart(values, step->given[PAST_VALUE], itemsize)))
+    return false;
+  if (are_apart(keys, values, itemsize)) return true;
+  /* Rows of one may lie between those of the other. */
+  return step->call->forms[PRESENT_KEY].free_axis < 0 && values->data - keys->data == step->call->apart;
+}
 
 /* Whether so many keys fit in the present caches, whose rows it sets. */
 static bool find_room(Step* step, int64_t capacity) {
   const Facts* facts = &step->call->facts;
   step->rows = capacity;
-  if (facts->sliding) return capacity >= facts->window;
+  if (facts->sliding) return step->presents == PAST_IN_PLACE && capacity >= facts->window;
   if (step->total < facts->kv_tokens) return false;
   if (step->total <= capacity) return true;
   step->rows = step->total;
-  return !facts->in_place && !is_given(step, QUERY_SEQLENS) &&
+  return step->presents != PAST_IN_PLACE && !is_given(step, QUERY_SEQLENS) &&
          step->total == capacity + facts->kv_tokens;
 }
 
@@ -79,10 +102,11 @@ static bool begin_step(Step* step) {
   const int64_t total = step->total = element(step->given[TOTAL], 0);
   const int64_t capacity = facts->has_past ? step->given[PAST_KEY]->shape[2] : 0;
   if (facts->has_past && step->given[PAST_VALUE]->shape[2] != capacity) return false;
+  step->presents = presents_of(step);
   if (total <= 0 || total > facts->rotary_rows || !find_room(step, capacity) || step->rows > INT32_MAX)
     return false;
   if (is_given(step, BIAS) && step->given[BIAS]->shape[3] != total) return false;
-  if (facts->in_place && !caches_may_be_written(step)) return false;
+  if (step->presents != NEW_PRESENTS && !presents_may_be_written(step)) return false;
   const bool padded = is_given(step, QUERY_SEQLENS);
   step->is_prompt = !padded && facts->tokens == total;
   step->is_chunk = !padded && facts->tokens != total && facts->tokens > 1;
