@@ -3,7 +3,8 @@
     python bench/callers.py --callers 1 2 4 --filter 'decode_(f32|i8)_t(6|512)_'
 
 Every operator, and every onnxruntime session beside them, runs on one thread: the callers are what is parallel. Results
-are checked first, contenders are timed in turns by the wall clock. Prints a Markdown table.
+are checked first, contenders are timed in turns by the wall clock. Prints a Markdown table; "CPU us" is the
+process's CPU time a call, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import re
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from calls import make_call
 from contenders import OURS, OURS_NAIVE, operator_contenders
@@ -44,8 +46,15 @@ def callers_of(workload: Workload, count: int) -> dict[str, list[Run]]:
     return {name: found for name, found in runs.items() if len(found) == count}
 
 
-def calls_per_second(runs: Sequence[Run], seconds: float) -> float:
-    """Of all callers together, who begin at once and go on for so long."""
+class Rate(NamedTuple):
+    """Calls a second of all callers together, and CPU seconds of the process a call."""
+
+    calls: float
+    cpu: float
+
+
+def rate_of(runs: Sequence[Run], seconds: float) -> Rate:
+    """Callers begin at once and go on for so long."""
     counts, start, stop = [0] * len(runs), threading.Barrier(len(runs) + 1), threading.Event()
 
     def call(index: int) -> None:
@@ -60,34 +69,39 @@ def calls_per_second(runs: Sequence[Run], seconds: float) -> float:
     for thread in threads:
         thread.start()
     start.wait()
-    before = time.perf_counter()
+    before, cpu_before = time.perf_counter(), time.process_time()
     time.sleep(seconds)
     stop.set()
-    elapsed = time.perf_counter() - before
+    elapsed, cpu = time.perf_counter() - before, time.process_time() - cpu_before
     for thread in threads:
         thread.join()
-    return sum(counts) / elapsed
+    total = max(1, sum(counts))
+    return Rate(total / elapsed, cpu / total)
 
 
-def rates(workload: Workload, count: int, seconds: float) -> dict[str, Spread]:
-    """Calls a second by contender, in rounds that each begin with another one, for `seconds` altogether."""
+def rates(workload: Workload, count: int, seconds: float) -> dict[str, list[Rate]]:
+    """By contender, in rounds that each begin with another one, for `seconds` altogether."""
     runs = callers_of(workload, count)
     rounds = max(_MIN_ROUNDS, round(seconds / (0.25 * len(runs))))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[str, list[Rate]] = {name: [] for name in runs}
     names = list(runs)
     for number in range(rounds):
         for name in (*names[number % len(names) :], *names[: number % len(names)]):
-            samples[name].append(calls_per_second(runs[name], seconds / (rounds * len(names))))
-    return {name: Spread.of(found) for name, found in samples.items()}
+            samples[name].append(rate_of(runs[name], seconds / (rounds * len(names))))
+    return samples
 
 
-def row_of(workload: Workload, count: int, spreads: dict[str, Spread]) -> str:
+def row_of(workload: Workload, count: int, samples: dict[str, list[Rate]]) -> str:
     """A line of the table; ratio = our calls / those of the better of onnxruntime's paths."""
-    ours = spreads[OURS]
-    others = [spread.median for name, spread in spreads.items() if name != OURS]
-    width = (ours.high - ours.low) / 2 / ours.median
-    theirs = f"{max(others):,.0f} | {ours.median / max(others):.2f}" if others else "- | -"
-    return f"| `{workload.name}` | {count} | {ours.median:,.0f} | {100 * width:.0f} | {theirs} |"
+    calls = {name: Spread.of([rate.calls for rate in found]) for name, found in samples.items()}
+    cpu = {name: 1e6 * statistics.median(rate.cpu for rate in found) for name, found in samples.items()}
+    ours = calls.pop(OURS)
+    width = 50 * (ours.high - ours.low) / ours.median
+    row = f"| `{workload.name}` | {count} | {ours.median:,.0f} | {width:.0f} | {cpu[OURS]:.3g} |"
+    if not calls:
+        return f"{row} - | - | - |"
+    best = max(calls, key=lambda name: calls[name].median)
+    return f"{row} {calls[best].median:,.0f} | {cpu[best]:.3g} | {ours.median / calls[best].median:.2f} |"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not workloads:
         print(f"no row contains {arguments.filter!r}", file=sys.stderr)
         return 2
-    print("| row | callers | calls/s | ±% | onnxruntime calls/s | ratio |\n|---|--:|--:|--:|--:|--:|", flush=True)
+    print("| row | callers | calls/s | ±% | CPU us | onnxruntime calls/s | CPU us | ratio |", flush=True)
+    print("|---|--:|--:|--:|--:|--:|--:|--:|", flush=True)
     for workload, count in itertools.product(workloads, arguments.callers):
         print(row_of(workload, count, rates(workload, count, arguments.seconds_per_row)), flush=True)
     return 0

@@ -310,8 +310,8 @@ def test_callers_at_once(monkeypatch, capsys):
     found = callers.callers_of(SMALL, 2)
     assert OURS in found and all(len(set(map(id, runs))) == 2 for runs in found.values())
     seen = []
-    rate = callers.calls_per_second([lambda: seen.append(0), lambda: seen.append(1)], 0.01)
-    assert set(seen) == {0, 1} and rate > 0
+    rate = callers.rate_of([lambda: seen.append(0), lambda: seen.append(1)], 0.01)
+    assert set(seen) == {0, 1} and rate.calls > 0 and rate.cpu > 0
     assert callers.main(["--callers", "1", "2", "--seconds-per-row", "0.1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[:2] for line in lines[2:]] == [[f"| `{SMALL.name}`", "1"], [f"| `{SMALL.name}`", "2"]]
@@ -319,6 +319,8 @@ def test_callers_at_once(monkeypatch, capsys):
 
 
 def test_row_of_callers():
-    spreads = {OURS: Spread(3000.0, 2700.0, 3300.0, 3), ORT_FLASH: Spread(1000.0, 1.0, 1.0, 3)}
-    spreads[ORT_NAIVE] = Spread(1500.0, 1.0, 1.0, 3)
-    assert callers.row_of(SMALL, 2, spreads) == f"| `{SMALL.name}` | 2 | 3,000 | 10 | 1,500 | 2.00 |"
+    ours = [callers.Rate(calls, 2.5e-6) for calls in (2400.0, 3000.0, 3600.0)]
+    samples = {ORT_FLASH: [callers.Rate(1000.0, 1.0)], ORT_NAIVE: [callers.Rate(1500.0, 5e-4)], OURS: ours}
+    row = callers.row_of(SMALL, 2, samples)
+    assert row == f"| `{SMALL.name}` | 2 | 3,000 | 10 | 2.5 | 1,500 | 500 | 2.00 |"
+    assert callers.row_of(SMALL, 1, {OURS: ours}).endswith("| 2.5 | - | - | - |")
