@@ -97,11 +97,15 @@ def row_of(workload: Workload, count: int, samples: dict[str, list[Rate]]) -> st
     cpu = {name: 1e6 * statistics.median(rate.cpu for rate in found) for name, found in samples.items()}
     ours = calls.pop(OURS)
     width = 50 * (ours.high - ours.low) / ours.median
-    row = f"| `{workload.name}` | {count} | {ours.median:,.0f} | {width:.0f} | {cpu[OURS]:.3g} |"
+    row = f"| `{workload.name}` | {count} | {ours.median:,.0f} | {width:.0f} | {_digits(cpu[OURS])} |"
     if not calls:
         return f"{row} - | - | - |"
     best = max(calls, key=lambda name: calls[name].median)
-    return f"{row} {calls[best].median:,.0f} | {cpu[best]:.3g} | {ours.median / calls[best].median:.2f} |"
+    return f"{row} {calls[best].median:,.0f} | {_digits(cpu[best])} | {ours.median / calls[best].median:.2f} |"
+
+
+def _digits(microseconds: float) -> str:
+    return f"{microseconds:.3g}" if microseconds < 1000 else f"{microseconds:,.0f}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -320,7 +320,7 @@ def test_callers_at_once(monkeypatch, capsys):
 
 def test_row_of_callers():
     ours = [callers.Rate(calls, 2.5e-6) for calls in (2400.0, 3000.0, 3600.0)]
-    samples = {ORT_FLASH: [callers.Rate(1000.0, 1.0)], ORT_NAIVE: [callers.Rate(1500.0, 5e-4)], OURS: ours}
+    samples = {ORT_FLASH: [callers.Rate(1000.0, 1.0)], ORT_NAIVE: [callers.Rate(1500.0, 5e-3)], OURS: ours}
     row = callers.row_of(SMALL, 2, samples)
-    assert row == f"| `{SMALL.name}` | 2 | 3,000 | 10 | 2.5 | 1,500 | 500 | 2.00 |"
+    assert row == f"| `{SMALL.name}` | 2 | 3,000 | 10 | 2.5 | 1,500 | 5,000 | 2.00 |"
     assert callers.row_of(SMALL, 1, {OURS: ours}).endswith("| 2.5 | - | - | - |")
