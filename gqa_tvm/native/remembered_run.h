@@ -47,10 +47,12 @@ static Tensor* point(Shaped* shaped, Tensor like, int ndim, void* data) {
 
 static Tensor* cache_tensor(const Step* step, const Argument* argument, int which, Shaped* shaped) {
   const Facts* facts = &step->call->facts;
+  const int64_t together = keys_together(step, argument);
   if (step->presents == PAST_IN_PLACE)
     set_as(shaped, step->given[PRESENT_KEY + which], facts->cache_itemsize);
   else
     set_compact(shaped, 4, (int64_t[]){facts->batch, facts->kv_heads, step->rows, facts->columns});
+  shaped->shape[2] /= together, shaped->shape[3] *= together, shaped->strides[2] *= together;
   return point(shaped, argument->tensor, 4, step->cache[which]);
 }
 

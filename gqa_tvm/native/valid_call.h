@@ -84,10 +84,16 @@ static bool presents_may_be_written(const Step* step) {
   return step->call->forms[PRESENT_KEY].free_axis < 0 && values->data - keys->data == step->call->apart;
 }
 
+/* Keys that lie together in a row of a kernel's cache: more than one where a cache is not rows of keys. */
+static int64_t keys_together(const Step* step, const Argument* cache) {
+  return cache->shape[MAX_DIMS - 1] / step->call->facts.columns;
+}
+
 /* Whether so many keys fit in the present caches, whose rows it sets. */
 static bool find_room(Step* step, int64_t capacity) {
   const Facts* facts = &step->call->facts;
   step->rows = capacity;
+  if (step->presents != PAST_IN_PLACE && keys_together(step, &step->call->attention[1]) != 1) return false;
   if (facts->sliding) return step->presents == PAST_IN_PLACE && capacity >= facts->window;
   if (step->total < facts->kv_tokens) return false;
   if (step->total <= capacity) return true;
