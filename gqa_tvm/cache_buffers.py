@@ -262,7 +262,6 @@ def _read_scale(name: str, given: Any, channels: int) -> np.ndarray:
         raise InvalidArgument(f"{name} must have 1 or {channels} elements, got {scale.size}")
     if not np.isfinite(scale).all():
         raise InvalidArgument(f"{name} must be finite, got {scale[~np.isfinite(scale)][0]}")
-    # Left writable: the operator takes read-only arrays by a slower way.
     return scale
 
 

@@ -116,10 +116,22 @@ def _can_be_taken_as_is(inputs: Inputs) -> bool:
 _INTEGERS = ("seqlens_k", "total_sequence_length", "position_ids", "query_seqlens")
 
 
+# Tensor arguments in the kernels' order, by the inputs that they come from.
+APPEND_TENSORS = (
+    *("key", "value", "past_key", "past_value", "entries", "positions", "cos_cache", "sin_cache"),
+    *("k_norm_weight", "k_scale", "v_scale"),
+)
+ATTENTION_TENSORS = (
+    *("query", "past_key", "past_value", "entries", "positions", "cos_cache", "sin_cache"),
+    *("attention_bias", "head_sink", "q_norm_weight", "k_scale", "v_scale", "output"),
+)
+
+
 class AttentionCall:
     """The arguments that append and every attention kernel share, made once per call.
 
     entries: [B, 4] int32, columns ENTRY_*. caches: key and value cache. output: [B, S, N, H] of the query dtype.
+    tensors: the kernels' by the names of APPEND_TENSORS and ATTENTION_TENSORS.
     """
 
     def __init__(
@@ -135,9 +147,8 @@ class AttentionCall:
         take: Callable[[Any], np.ndarray] = _as_it_is if direct else _stored
         i = inputs
         query = take(i.query)
-        if problem.packed_qkv:
-            key_value = (query, query)
-        elif problem.kv_sequence_length:
+        key_value = (query, query)
+        if not problem.packed_qkv and problem.kv_sequence_length:
             key_value = (take(i.key), take(i.value))
         rotary: tuple[np.ndarray, ...] = (_NO_POSITIONS, absent.table, absent.table)
         if problem.positions is not None:
@@ -146,67 +157,85 @@ class AttentionCall:
             caches, output = (as_bits(caches[0]), as_bits(caches[1])), as_bits(output)
         # Scales of a float cache are accepted and mean nothing.
         scales = (_flat_scale(i.k_scale), _flat_scale(i.v_scale)) if forms.quantized else (_ONE, _ONE)
-        self.scalars, self.problem, self.entries = forms.scalars, problem, entries
-        self.window = forms.window
-        if problem.kv_sequence_length:
-            key_norm = none if i.k_norm_weight is None else take(i.k_norm_weight)
-            self._append = (*key_value, *caches, entries, *rotary, key_norm, *scales)
-        self._attention = (
-            query,
-            *caches,
-            entries,
-            *rotary,
-            absent.bias if i.attention_bias is None else take(i.attention_bias),
-            absent.sink if i.head_sink is None else take(i.head_sink),
-            none if i.q_norm_weight is None else take(i.q_norm_weight),
-            *scales,
-            output,
-        )
+        self.forms, self.problem, self.entries = forms, problem, entries
+        self.tensors = {
+            "query": query,
+            "key": key_value[0],
+            "value": key_value[1],
+            "past_key": caches[0],
+            "past_value": caches[1],
+            "entries": entries,
+            "positions": rotary[0],
+            "cos_cache": rotary[1],
+            "sin_cache": rotary[2],
+            "attention_bias": absent.bias if i.attention_bias is None else take(i.attention_bias),
+            "head_sink": absent.sink if i.head_sink is None else take(i.head_sink),
+            "q_norm_weight": none if i.q_norm_weight is None else take(i.q_norm_weight),
+            "k_norm_weight": none if i.k_norm_weight is None else take(i.k_norm_weight),
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+            "output": output,
+        }
+
+    def is_stand_in(self, tensor: np.ndarray) -> bool:
+        """Whether a tensor takes the place of one that kernels do not read."""
+        stand_ins = (*self.forms.stand_ins, self.forms.no_weight, _NO_POSITIONS, _ONE)
+        return any(tensor is stand_in for stand_in in stand_ins)
 
     def append(self, kernel: Kernel) -> None:
         """Norm, rotate, quantise and write the new keys and values into the caches."""
-        kernel(*self._append, *self.scalars.append)
+        kernel(*self._in_order(APPEND_TENSORS), *self.forms.scalars.append)
 
     def flash(self, kernel: Kernel) -> None:
         """Flash attention with rows as lanes."""
-        kernel(*self._attention, *self.scalars.attention)
+        kernel(*self._in_order(ATTENTION_TENSORS), *self.forms.scalars.attention)
 
     def naive(self, kernel: Kernel, output_qk: np.ndarray | None) -> None:
         """Two-pass attention; fills output_qk [B, N, S, T] float32 when it is wanted."""
-        wanted, mode = (_NO_OUTPUT_QK, 0) if output_qk is None else (output_qk, self.scalars.qk_output)
-        kernel(*self._attention, wanted, *self.scalars.attention, mode)
+        wanted, mode = (_NO_OUTPUT_QK, 0) if output_qk is None else (output_qk, self.forms.scalars.qk_output)
+        kernel(*self._in_order(ATTENTION_TENSORS), wanted, *self.forms.scalars.attention, mode)
 
     def flash_decode(self, kernel: Kernel, spec: KernelSpec, sizes: BlockSizes, chunked: bool) -> None:
         """Flash attention with few rows; `chunked` splits the keys at multiples of sizes.kv_chunk."""
         block = sizes.decode_kv_block
         longest = max(self.entries[:, ENTRY_TOTAL].tolist())
-        if self.window > 0:
+        if self.forms.window > 0:
             # What the rows of a task see of a window, from the block it starts in.
-            longest = min(longest, self.window + self.problem.sequence_length - 1 + block)
+            longest = min(longest, self.forms.window + self.problem.sequence_length - 1 + block)
         kv_chunk = sizes.kv_chunk if chunked else -(-longest // block) * block
-        partial = _no_partial(spec, sizes)
+        tasks = decode_tasks(self.problem, spec, sizes)
+        partial = _no_partial(tasks.width)
         if longest > kv_chunk:
-            partial = _partial_states(self.problem, spec, sizes, -(-longest // kv_chunk))
-        kernel(*self._attention, partial, *self.scalars.attention, kv_chunk)
+            heads = self.problem.batch_size, self.problem.kv_num_heads
+            partial = aligned_empty(
+                (*heads, tasks.groups, -(-longest // kv_chunk), tasks.rows, tasks.width), np.float32
+            )
+        kernel(*self._in_order(ATTENTION_TENSORS), partial, *self.forms.scalars.attention, kv_chunk)
+
+    def _in_order(self, names: tuple[str, ...]) -> list[np.ndarray]:
+        return [self.tensors[name] for name in names]
 
 
 def _as_it_is(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _state_width(spec: KernelSpec, sizes: BlockSizes) -> int:
-    return spec.cache_planes * decode_columns(spec, sizes) + 2
+class DecodeTasks(NamedTuple):
+    """Flash decoding's softmax states: [B, N_kv, groups, chunks, rows, width] float32."""
+
+    groups: int
+    rows: int
+    width: int
+
+
+def decode_tasks(problem: Problem, spec: KernelSpec, sizes: BlockSizes) -> DecodeTasks:
+    """How the rows of a KV head are shared out among tasks of flash decoding."""
+    all_rows = problem.sequence_length * problem.group_size
+    rows = min(-(-sizes.decode_rows // spec.row_tile) * spec.row_tile, all_rows)
+    width = spec.cache_planes * decode_columns(spec, sizes) + 2
+    return DecodeTasks(-(-all_rows // rows), rows, width)
 
 
 @lru_cache(maxsize=64)
-def _no_partial(spec: KernelSpec, sizes: BlockSizes) -> np.ndarray:
-    return np.zeros((1, 1, 1, 1, 1, _state_width(spec, sizes)), np.float32)
-
-
-def _partial_states(problem: Problem, spec: KernelSpec, sizes: BlockSizes, chunks: int) -> np.ndarray:
-    """Scratch for the softmax states of every chunk of every task."""
-    all_rows = problem.sequence_length * problem.group_size
-    rows = min(-(-sizes.decode_rows // spec.row_tile) * spec.row_tile, all_rows)
-    groups = -(-all_rows // rows)
-    shape = (problem.batch_size, problem.kv_num_heads, groups, chunks, rows, _state_width(spec, sizes))
-    return aligned_empty(shape, np.float32)
+def _no_partial(width: int) -> np.ndarray:
+    return np.zeros((1, 1, 1, 1, 1, width), np.float32)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from threading import RLock, local
+from threading import RLock
+from typing import Any
 
 from .kernel_cache import launcher_path
 from .targets import confirm_features
@@ -27,7 +28,11 @@ class Launcher:
         self._set_num_threads = library.gqa_tvm_set_num_threads
         self._workspace_bytes = library.gqa_tvm_workspace_bytes
         self._workspace_bytes.restype = ctypes.c_int64
-        self._current = local()
+        # With the interpreter's lock, which these two need.
+        python = ctypes.PyDLL(str(path))
+        self._calls, self._read_array = python.gqa_tvm_calls, python.gqa_tvm_read_array
+        self._calls.restype, self._calls.argtypes = ctypes.py_object, (ctypes.c_int, ctypes.py_object)
+        self._read_array.argtypes = (ctypes.py_object, ctypes.c_void_p)
         confirm_features(lambda name: bool(library.gqa_tvm_cpu_has(name.encode())))
 
     def install(self, path: Path) -> None:
@@ -44,9 +49,18 @@ class Launcher:
 
     def use_threads(self, count: int) -> None:
         """Threads of the calling thread's next launches; 0 = all cores this process may use."""
-        if getattr(self._current, "count", None) != count:
-            self._set_num_threads(count)
-            self._current.count = count
+        self._set_num_threads(count)
+
+    def remembered_calls(self, num_threads: int, names: tuple[Any, ...]) -> tuple[Any, Any]:
+        """New (run, remember) of native/remember.h, which explains `names`."""
+        run, remember = self._calls(num_threads, names)
+        return run, remember
+
+    def read_array(self, array: Any) -> tuple[int, ...]:
+        """What the launcher reads of a NumPy array of one axis at least: see gqa_tvm_read_array."""
+        seen = (ctypes.c_int64 * 7)()
+        self._read_array(array, seen)
+        return tuple(seen)
 
     def workspace_bytes(self) -> int:
         """Scratch memory that the kernels of all threads hold at present."""

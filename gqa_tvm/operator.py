@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,14 +14,16 @@ from .kernel_calls import AttentionCall
 from .kv_cache import plan_layout, prepare_presents
 from .precision import precision_from
 from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
+from .remembered_calls import RememberedCalls
 from .runtime import KernelLibrary, launcher, library_for
 from .strategy import Strategy, StrategyRules, flash_disabled, strategy_from
 from .targets import require_runnable, usable_cores
 from .validation import Inputs, Problem, validate
-from .validation_next_token import next_token
 
 # Signatures an operator remembers; a growing cache makes a new one with every step.
 _REMEMBERED = 64
+_ARRAY_NAMES = (*Inputs._fields, "present_key", "present_value")
+Presents = tuple[np.ndarray | None, np.ndarray | None]
 
 
 class GroupQueryAttentionResult(NamedTuple):
@@ -76,6 +79,7 @@ class GroupQueryAttention:
         self._naive_only = flash_disabled()
         self._library: KernelLibrary | None = None
         self._prepared: dict[Signature, PreparedCall] = {}
+        self._remembered = RememberedCalls()
         self.last_plan = None
 
     def __call__(
@@ -108,31 +112,39 @@ class GroupQueryAttention:
         InvalidArgument, and then every array is as it was.
         """
         given = (
-            *(query, key, value, past_key, past_value, seqlens_k, total_sequence_length),
-            *(cos_cache, sin_cache, position_ids, attention_bias, head_sink, k_scale, v_scale),
-            *(q_norm_weight, k_norm_weight, query_seqlens),
-        )
-        arrays = [
-            array if array is None or array.__class__ is np.ndarray else as_array(array, name)
-            for array, name in zip(given, Inputs._fields, strict=True)
-        ]
-        presents = as_array(present_key, "present_key"), as_array(present_value, "present_value")
-        inputs = Inputs._make(arrays)
-        prepared, problem = self._prepare(inputs, presents)
+            query, key, value, past_key, past_value, seqlens_k, total_sequence_length, cos_cache, sin_cache,
+            position_ids, attention_bias, head_sink, k_scale, v_scale, q_norm_weight, k_norm_weight, query_seqlens,
+            present_key, present_value,
+        )  # fmt: skip
+        return self._run_remembered(given) or self._run_validated(given)
+
+    def _run_remembered(self, given: Sequence[Any]) -> GroupQueryAttentionResult | None:
+        """The short way of a call that is valid as an earlier one was; None if this cannot be said of it."""
+        done = self._remembered.run(*given)
+        if done is None:
+            return None
+        result, self.last_plan = done
+        return tuple.__new__(GroupQueryAttentionResult, result)
+
+    def _run_validated(self, given: Sequence[Any]) -> GroupQueryAttentionResult:
+        arrays = [as_array(array, name) for array, name in zip(given, _ARRAY_NAMES, strict=True)]
+        if any(array is not before for array, before in zip(arrays, given, strict=True)):
+            found = self._run_remembered(arrays)
+            if found is not None:
+                return found
+        inputs, presents = Inputs._make(arrays[:-2]), (arrays[-2], arrays[-1])
+        problem = validate(self.attributes, inputs)
+        prepared = self._prepare(inputs, presents, problem)
         return self._run(inputs, prepared, problem, presents)
 
-    def _prepare(self, inputs: Inputs, presents: tuple[np.ndarray | None, ...]) -> tuple[PreparedCall, Problem]:
-        """Validate the call; what only its signature decides is worked out once."""
+    def _prepare(self, inputs: Inputs, presents: Presents, problem: Problem) -> PreparedCall:
+        """What only the signature of a valid call decides, worked out once."""
         signature = signature_of((*inputs, *presents))
         prepared = self._prepared.get(signature)
-        if prepared is not None:
-            problem = next_token(self.attributes, inputs, prepared.problem)
-            if problem is not None:
-                return prepared, problem
-        problem = validate(self.attributes, inputs)
         if prepared is None:
             if self._library is None:
                 self._library = library_for(self._target, self._library_path)
+                self._remembered.start(self._num_threads)
             rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
             prepared = PreparedCall(
                 self.attributes, inputs, problem, self._library, rules, self._num_threads, self._precision
@@ -140,15 +152,10 @@ class GroupQueryAttention:
             if len(self._prepared) >= _REMEMBERED:
                 self._prepared.clear()
             self._prepared[signature] = prepared
-        prepared.problem = problem
-        return prepared, problem
+        return prepared
 
     def _run(
-        self,
-        inputs: Inputs,
-        prepared: PreparedCall,
-        problem: Problem,
-        presents: tuple[np.ndarray | None, ...],
+        self, inputs: Inputs, prepared: PreparedCall, problem: Problem, presents: Presents
     ) -> GroupQueryAttentionResult:
         attention = prepared.attention(problem)
         layout = plan_layout(self.attributes, problem)
@@ -166,7 +173,9 @@ class GroupQueryAttention:
         keys.finish()
         values.finish()
         self.last_plan = attention.plan
-        if output_qk is not None:
+        if output_qk is None:
+            self._remembered.remember((*inputs, *presents), (keys, values), call, prepared, attention)
+        else:
             # Scores beyond float16 are infinite there, as they are for ONNX Runtime.
             with np.errstate(over="ignore"):
                 output_qk = output_qk.astype(problem.query_dtype, copy=False)

@@ -47,8 +47,9 @@ class Plan:
 
 
 class Attention(NamedTuple):
-    """The attention kernel of a call."""
+    """The attention kernel of a call. totals: the T it serves, above kv_chunk or not and of this power of two."""
 
+    totals: tuple[bool, int]
     choice: Choice
     spec: KernelSpec
     sizes: BlockSizes
@@ -57,7 +58,7 @@ class Attention(NamedTuple):
 
 
 class PreparedCall:
-    """Everything that calls of one signature share. `problem` is the latest one that was validated in full."""
+    """Everything that calls of one signature share. offered: `Attention.totals` that were offered to be remembered."""
 
     def __init__(
         self,
@@ -69,7 +70,6 @@ class PreparedCall:
         num_threads: int,
         precision: Precision = "",
     ) -> None:
-        self.problem = problem
         self._library, self._rules, self._num_threads = library, rules, num_threads
         self._attributes = attributes
         self._precision = precision
@@ -78,17 +78,22 @@ class PreparedCall:
         self.append = library.kernel(self._append)
         self.forms = ArgumentForms.of(attributes, inputs, problem, self._append.query)
         # The same for every T of a signature: see tuned_sizes.ORDER_FIELDS.
-        self._kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
+        self.kv_chunk = self._tuned(self._decode_spec(problem), problem).sizes.kv_chunk
+        self.offered: set[tuple[bool, int]] = set()
         self._attention: dict[tuple[bool, int], Attention] = {}
 
     def attention(self, problem: Problem) -> Attention:
         """The attention kernel for a problem: the length T may change it within a signature."""
         total = problem.total_sequence_length
-        key = total > self._kv_chunk, total_bucket(total)
-        found = self._attention.get(key)
+        totals = total > self.kv_chunk, total_bucket(total)
+        found = self._attention.get(totals)
         if found is None:
-            found = self._attention[key] = self._choose(problem)
+            found = self._attention[totals] = self._choose(totals, problem)
         return found
+
+    def addresses(self, attention: Attention) -> tuple[int, int]:
+        """Of the C functions of append and an attention kernel of this call."""
+        return self._library.address(self._append), self._library.address(attention.spec)
 
     def _decode_spec(self, problem: Problem) -> KernelSpec:
         tile = decode_row_tile(problem.sequence_length, problem.group_size)
@@ -113,8 +118,8 @@ class PreparedCall:
         total = problem.total_sequence_length
         return self._library.sizes.choose(spec, problem.group_size, total, self._num_threads)
 
-    def _choose(self, problem: Problem) -> Attention:
-        choice = self._rules.choose(self._attributes, problem, self._kv_chunk)
+    def _choose(self, totals: tuple[bool, int], problem: Problem) -> Attention:
+        choice = self._rules.choose(self._attributes, problem, self.kv_chunk)
         if choice.strategy is Strategy.NAIVE:
             wanted = replace(self._append, operation="naive")
         else:
@@ -125,4 +130,4 @@ class PreparedCall:
         library, threads = self._library, self._num_threads
         target = library.target, library.target_reason
         plan = Plan(choice.strategy, choice.reason, names, sizes, origin, threads, *target, spec.precision or "exact")
-        return Attention(choice, spec, sizes, library.kernel(spec), plan)
+        return Attention(totals, choice, spec, sizes, library.kernel(spec), plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -45,6 +46,7 @@ class KernelLibrary:
         self.target = variant.target.name
         self.variant = variant
         self._functions: dict[KernelSpec, Callable[..., Any]] = {}
+        self._addresses: dict[KernelSpec, int] = {}
         self._modules: list[Any] = []
 
     @property
@@ -63,13 +65,23 @@ class KernelLibrary:
             function = self._functions[spec] = self._load(spec)
         return function
 
+    def address(self, spec: KernelSpec) -> int:
+        """The address of the C function of a kernel that `kernel` has given; it stays as long as this library."""
+        return self._addresses[spec]
+
     def _load(self, spec: KernelSpec) -> Callable[..., Any]:
         path = kernel_path(spec, self.variant)
         if not path.exists():
             from .build import build_kernel
 
             build_kernel(spec, self.variant)
-        function: Callable[..., Any] = self._open(path)[self.variant.symbol(spec)]
+        return self._find(spec, self._open(path), path, self.variant.symbol(spec))
+
+    def _find(self, spec: KernelSpec, module: Any, path: Path, symbol: str) -> Callable[..., Any]:
+        function: Callable[..., Any] = module[symbol]
+        address = ctypes.cast(ctypes.CDLL(str(path))[f"__tvm_ffi_{symbol}"], ctypes.c_void_p).value
+        assert address is not None
+        self._addresses[spec] = address
         return function
 
     def _open(self, path: Path) -> Any:
@@ -123,8 +135,7 @@ class FileLibrary(KernelLibrary):
     def _load(self, spec: KernelSpec) -> Callable[..., Any]:
         symbol = self._symbols.get(spec.name)
         if symbol is not None:
-            function: Callable[..., Any] = self._module[symbol]
-            return function
+            return self._find(spec, self._module, self._path, symbol)
         try:
             return super()._load(spec)
         except BuildError as error:

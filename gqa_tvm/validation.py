@@ -54,7 +54,6 @@ class Problem(NamedTuple):
     query_lengths: np.ndarray  # int32 [B]: tokens that are no padding
     rotary_dim: int  # R, 0 without rotation
     packed_qkv: bool
-    # What differs between the steps of a decode loop comes last: `next_token` replaces it.
     total_sequence_length: int  # T
     past_lengths: np.ndarray  # int32 [B]: absolute position of query row 0
     total_lengths: np.ndarray  # int32 [B]: keys of the sequence after the step, T_b

@@ -15,6 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
+import callers
 import disturbance
 import document
 import gate
@@ -301,3 +302,25 @@ def test_documented_rows_are_measured(threads, selection):
     assert expressions
     for expression in expressions:
         assert any(re.search(expression, name) for name in names), expression
+
+
+def test_callers_at_once(monkeypatch, capsys):
+    """Every caller has a call of its own, and all of them are counted."""
+    monkeypatch.setattr(callers, "WORKLOADS", (SMALL,))
+    found = callers.callers_of(SMALL, 2)
+    assert OURS in found and all(len(set(map(id, runs))) == 2 for runs in found.values())
+    seen = []
+    rate = callers.rate_of([lambda: seen.append(0), lambda: seen.append(1)], 0.01)
+    assert set(seen) == {0, 1} and rate.calls > 0 and rate.cpu > 0
+    assert callers.main(["--callers", "1", "2", "--seconds-per-row", "0.1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:2] for line in lines[2:]] == [[f"| `{SMALL.name}`", "1"], [f"| `{SMALL.name}`", "2"]]
+    assert callers.main(["--filter", "no such row"]) == 2
+
+
+def test_row_of_callers():
+    ours = [callers.Rate(calls, 2.5e-6) for calls in (2400.0, 3000.0, 3600.0)]
+    samples = {ORT_FLASH: [callers.Rate(1000.0, 1.0)], ORT_NAIVE: [callers.Rate(1500.0, 5e-3)], OURS: ours}
+    row = callers.row_of(SMALL, 2, samples)
+    assert row == f"| `{SMALL.name}` | 2 | 3,000 | 10 | 2.5 | 1,500 | 5,000 | 2.00 |"
+    assert callers.row_of(SMALL, 1, {OURS: ours}).endswith("| 2.5 | - | - | - |")

@@ -45,6 +45,7 @@ def _touches(imports: set[str], modules: set[str]) -> set[str]:
         "runtime",
         "kernel_calls",
         "prepared_call",
+        "remembered_calls",
         "cache_buffers",
         "primitives",
         "kv_cache",

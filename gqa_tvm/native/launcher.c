@@ -285,6 +285,8 @@ void gqa_tvm_use_hooks(void* const hooks[3]) {
   memcpy(&__TVMBackendFreeWorkspace, &hooks[2], sizeof hooks[2]);
 }
 
+#include "remember.h"
+
 /* Whether the CPU has all of these features, named as in /proc/cpuinfo and separated by spaces. */
 int gqa_tvm_cpu_has(const char* names) { return cpu_has_all(names); }
 

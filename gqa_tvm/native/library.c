@@ -2,9 +2,28 @@
  * kernels of several targets. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <stddef.h>
 #include <stdio.h>
 
 #include "gqa_tvm.h"
+#include "kernel_call.h"
+
+/* What launcher.c declares for itself is what kernels are compiled for. */
+_Static_assert(sizeof(Tensor) == sizeof(DLTensor) && sizeof(Value) == sizeof(TVMFFIAny), "sizes");
+_Static_assert(offsetof(Tensor, device_type) == offsetof(DLTensor, device) &&
+                   offsetof(Tensor, ndim) == offsetof(DLTensor, ndim) &&
+                   offsetof(Tensor, code) == offsetof(DLTensor, dtype) &&
+                   offsetof(Tensor, shape) == offsetof(DLTensor, shape) &&
+                   offsetof(Tensor, strides) == offsetof(DLTensor, strides) &&
+                   offsetof(Tensor, byte_offset) == offsetof(DLTensor, byte_offset) &&
+                   offsetof(Value, whole) == offsetof(TVMFFIAny, v_int64),
+               "places");
+_Static_assert((int)WHOLE_VALUE == (int)kTVMFFIInt && (int)REAL_VALUE == (int)kTVMFFIFloat &&
+                   (int)TENSOR_VALUE == (int)kTVMFFIDLTensorPtr && (int)ON_CPU == (int)kDLCPU,
+               "numbers");
+_Static_assert((int)SIGNED_CODE == (int)kDLInt && (int)UNSIGNED_CODE == (int)kDLUInt &&
+                   (int)FLOAT_CODE == (int)kDLFloat,
+               "types");
 
 /* Written when the library is built: {suffix of the target's symbols, features that it needs}, best
  * first, then {NULL, NULL}. */
