@@ -32,7 +32,8 @@ class Contender:
     """runs: a call for each copy of the inputs, ready to time. output: of the latest runs[0], shaped as the operator's.
 
     writes_cache: the new keys and values go into the past buffers. keep: what the calls point into. tolerance: of the
-    largest result, for one that computes with fewer digits than the call asks for; None = as exact as everyone.
+    largest result, for one that computes with fewer digits than the call asks for; None = as exact as everyone. rest:
+    seconds until its threads sleep after a call.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Contender:
     writes_cache: bool = True
     keep: list[Any] = field(default_factory=list)
     tolerance: float | None = None
+    rest: float = 0.0
 
 
 def gemm_contenders(workload: Workload, gemms: list[Gemm], threads: int) -> list[Contender]:

@@ -30,7 +30,7 @@ class _Mode(NamedTuple):
 
 # It has no integer cache on CPUs; its cache of 8 bits has floats of 3 bits in their mantissa.
 _MODES = {"f32": _Mode("vllm"), "f16": _Mode("vllm")} | dict.fromkeys(
-    ("i8", "i8c"), _Mode("vllm inexact fp8", "fp8_e4m3", 0.2)
+    ("i8", "i8c"), _Mode("vllm inexact fp8", "fp8_e4m3", 0.25)
 )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 
 from calls import Call, float_call
 from contenders import Contender
@@ -23,7 +23,7 @@ PACKAGES = {"torch": ("torch",), "openvino": ("openvino",), "vllm": ("torch", "v
 def missing_packages(names: Sequence[str]) -> list[str]:
     """Of the named peers; looked for, not imported."""
     wanted = dict.fromkeys(package for name in names for package in PACKAGES[name])
-    return [package for package in wanted if importlib.util.find_spec(package) is None]
+    return [package for package in wanted if find_spec(package) is None]
 
 
 def peer_contenders(workload: Workload, calls: list[Call], threads: int, names: Sequence[str]) -> list[Contender]:

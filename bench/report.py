@@ -83,7 +83,7 @@ def machine_lines(records: Iterable[Record]) -> str:
 
 def row_table(rows: Sequence[Record]) -> str:
     """Rows as a Markdown table; a column for each peer that any row has. A ratio below 1 is bold."""
-    peers = list(dict.fromkeys(name for row in rows for name in peer_ratios(row)))
+    peers = sorted({name for row in rows for name in peer_ratios(row)}, key=_peer_order)
     heads = ["row", "ms", "±%", "onnxruntime ms", "ratio", "GB/s", "GF/s", "% of limit"]
     heads += [f"{name} ratio" for name in peers]
     lines = [_line(heads), "|" + "|".join(["---", *["--:"] * (len(heads) - 1)]) + "|"]
@@ -105,6 +105,10 @@ def _cells(row: Record, peers: Sequence[str]) -> list[str]:
         f"{100 * row['limit'] / ours['median']:.0f}",
     ]
     return [*cells, *(_ratio_text(peer_ratios(row).get(name)) for name in peers)]
+
+
+def _peer_order(name: str) -> tuple[int, str]:
+    return [*PEERS].index(name.split()[0]), name
 
 
 def peer_ratios(row: Record) -> Mapping[str, Record]:
