@@ -37,10 +37,8 @@ _MODES = {"f32": _Mode("vllm"), "f16": _Mode("vllm")} | dict.fromkeys(
 def vllm_contenders(workload: Workload, calls: list[Call], threads: int) -> list[Contender]:
     """One where the cache is of the query's floats, or has 8 bits; none for features other than a window."""
     mode = _MODES.get(workload.cache)
-    is_float = workload.cache in ("f32", "f16")
-    if mode is None or workload.feature not in ("", "window") or (is_float and workload.cache != workload.query):
-        return []
-    if workload.head_size % 32:
+    floats = workload.cache if workload.cache in ("f32", "f16") else "f32"
+    if mode is None or workload.query != floats or workload.feature not in ("", "window") or workload.head_size % 32:
         return []
     torch = import_torch(threads)
     operators = _operators(torch)
