@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from workloads import CACHE_BITS, Workload
 
+from gqa_tvm.reference import dequantize, quantize
+from gqa_tvm.reference.quantization import head_scales
+
 _FLOATS = {"f32": np.float32, "f16": np.float16}
 
 
@@ -71,6 +74,28 @@ def _add_feature(workload: Workload, attributes: dict[str, Any], inputs: dict[st
         attributes["do_rotary"] = 1
         angles = np.arange(workload.total)[:, None] * 1e4 ** -np.linspace(0, 1, workload.head_size // 2)
         inputs["cos_cache"], inputs["sin_cache"] = np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def float_call(call: Call) -> Call:
+    """The call over a float cache with the same values, for a peer with formats of its own.
+
+    Codes of past and scales become float32; new keys and values lose what the cache's format cannot hold.
+    """
+    bits = call.attributes.get("kv_cache_bit_width")
+    if bits is None:
+        return call
+    heads = call.attributes["kv_num_heads"]
+    inputs = dict(call.inputs)
+    for name, letter in (("key", "k"), ("value", "v")):
+        rows = inputs[name].reshape(*inputs[name].shape[:2], heads, -1)
+        size = rows.shape[-1]
+        scales = head_scales(inputs.pop(f"{letter}_scale"), call.attributes[f"{letter}_quant_type"], heads, size)
+        inputs[f"past_{name}"] = dequantize(inputs[f"past_{name}"], scales, bits, size)
+        # [B, N_kv, S, H], against which scales are broadcast.
+        stored = dequantize(quantize(np.moveaxis(rows, 1, 2), scales, bits), scales, bits, size)
+        inputs[name] = np.moveaxis(stored, 1, 2).reshape(inputs[name].shape)
+    quantised = ("k_quant_type", "v_quant_type", "kv_cache_bit_width")
+    return Call({name: value for name, value in call.attributes.items() if name not in quantised}, inputs)
 
 
 def make_gemm(workload: Workload, seed: int = 0) -> Gemm:

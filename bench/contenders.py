@@ -1,4 +1,4 @@
-"""Who is timed: this project, onnxruntime's two paths, and PyTorch when asked for."""
+"""Who is timed: this project and onnxruntime's two paths. peers.py adds others when asked for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ OURS = "gqa_tvm"
 OURS_NAIVE = "gqa_tvm naive"
 ORT_FLASH = "onnxruntime flash"
 ORT_NAIVE = "onnxruntime naive"
-TORCH = "torch"
 _ORT_INPUTS = (
     *("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length"),
     *("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale"),
@@ -32,7 +31,9 @@ _DISABLE_FLASH = "ORT_GQA_DISABLE_FLASH_ATTENTION"
 class Contender:
     """runs: a call for each copy of the inputs, ready to time. output: of the latest runs[0], shaped as the operator's.
 
-    writes_cache: the new keys and values go into the past buffers. keep: what the calls point into.
+    writes_cache: the new keys and values go into the past buffers. keep: what the calls point into. tolerance: of the
+    largest result, for one that computes with fewer digits than the call asks for; None = as exact as everyone. rest:
+    seconds until its threads sleep after a call.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Contender:
     output: Callable[[], np.ndarray]
     writes_cache: bool = True
     keep: list[Any] = field(default_factory=list)
+    tolerance: float | None = None
+    rest: float = 0.0
 
 
 def gemm_contenders(workload: Workload, gemms: list[Gemm], threads: int) -> list[Contender]:
@@ -57,9 +60,7 @@ def gemm_contenders(workload: Workload, gemms: list[Gemm], threads: int) -> list
     return [Contender(OURS, runs, lambda: results["output"], writes_cache=False)]
 
 
-def operator_contenders(
-    workload: Workload, calls: list[Call], threads: int, with_torch: bool = False
-) -> list[Contender]:
+def operator_contenders(workload: Workload, calls: list[Call], threads: int) -> list[Contender]:
     """Everyone who can run the call, this project first. All write the same rows into the same buffers."""
     contenders = [_ours(OURS, calls, threads, **_precision_options(workload.precision))]
     if workload.paths:
@@ -68,8 +69,6 @@ def operator_contenders(
         contenders.append(_onnxruntime(ORT_NAIVE, calls, threads, disable_flash=True))
         if _onnxruntime_has_flash(workload):
             contenders.append(_onnxruntime(ORT_FLASH, calls, threads, disable_flash=False))
-    if with_torch and _torch_takes(workload):
-        contenders.append(_torch(workload, calls, threads))
     return contenders
 
 
@@ -169,36 +168,3 @@ def _onnxruntime(name: str, calls: list[Call], threads: int, disable_flash: bool
     first = bound[0][0]
     runs = [run(binding) for binding, _ in bound]
     return Contender(name, runs, lambda: np.array(first.get_outputs()[0].numpy()), keep=[bound, calls])
-
-
-def _torch_takes(workload: Workload) -> bool:
-    is_plain = not workload.feature and workload.window < 0 and not workload.ragged
-    is_float = workload.cache == workload.query
-    return workload.operation != "chunk" and is_plain and is_float
-
-
-def _torch(workload: Workload, calls: list[Call], threads: int) -> Contender:
-    """scaled_dot_product_attention over the filled cache; it appends nothing."""
-    # OpenMP's threads spin on after a call, unless they are told before they start.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    import torch
-
-    torch.set_num_threads(threads)
-    is_causal = workload.operation == "prefill"
-    results: dict[str, Any] = {}
-
-    def run(call: Call) -> Callable[[], None]:
-        query = torch.from_numpy(call.inputs["query"]).unflatten(-1, (workload.heads, -1)).transpose(1, 2)
-        keys, values = (torch.from_numpy(call.inputs[name]) for name in ("past_key", "past_value"))
-
-        def timed() -> None:
-            results["output"] = torch.nn.functional.scaled_dot_product_attention(
-                query, keys, values, is_causal=is_causal, enable_gqa=True
-            )
-
-        return timed
-
-    def output() -> np.ndarray:
-        return results["output"].transpose(1, 2).flatten(2).numpy()
-
-    return Contender(TORCH, [run(call) for call in calls], output, writes_cache=False, keep=[calls])

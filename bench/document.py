@@ -5,7 +5,7 @@
     <!-- begin machine -->                                 the machine and its limits
     <!-- begin rows threads=1 match=^prefill_i8 -->        a table of the rows whose names contain the expression
     <!-- begin losses -->                                  all rows in which onnxruntime is faster
-    <!-- begin torch threads=1 -->                         the rows of runs with --torch, which the others leave out
+    <!-- begin peers threads=1 -->                         the rows of runs with --peers, which the others leave out
     <!-- begin memory -->                                  the table of bench/memory.py
 
 each followed, at some point, by `<!-- end -->`.
@@ -18,7 +18,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from report import Record, machine_lines, memory_table, read_records, row_table
+from report import Record, machine_lines, memory_table, peer_ratios, read_records, row_table
 
 _SECTION = re.compile(r"(<!-- begin (?P<kind>\w+)(?P<options>[^>]*?) -->\n).*?(<!-- end -->)", re.S)
 
@@ -46,12 +46,10 @@ def _content(kind: str, options: dict[str, str], records: Sequence[Record]) -> s
         return f"{lines}\n\n{disturbed}"
     if kind == "memory":
         return memory_table([record for record in records if record["kind"] == "memory"])
-    rows = [
-        record for record in records if record["kind"] == "row" and (kind == "torch") == bool(record["torch_ratio"])
-    ]
+    rows = [record for record in records if record["kind"] == "row" and (kind == "peers") == bool(peer_ratios(record))]
     if kind == "losses":
         return _losses(rows)
-    if kind in ("rows", "torch"):
+    if kind in ("rows", "peers"):
         threads, name = int(options["threads"]), re.compile(options.get("match", ""))
         found = [row for row in rows if row["threads"] == threads and name.search(row["name"])]
         return row_table(found) if found else "Not measured."

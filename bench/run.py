@@ -1,7 +1,8 @@
-"""Time the operator beside onnxruntime (and PyTorch): right results first, then calls in turns.
+"""Time the operator beside onnxruntime (and its peers): right results first, then calls in turns.
 
     python bench/run.py --selection quick
     python bench/run.py --selection scaling --threads 1 2 --patience 20 --json results.jsonl
+    python bench/run.py --filter '^decode_f32_t4096' --peers torch openvino vllm     # pip install them first
 
 Prints a Markdown table per number of threads. Exits with 1 when a result of this project was wrong.
 """
@@ -22,6 +23,7 @@ from contenders import Contender, gemm_contenders, operator_contenders
 from disturbance import CALM, wait_until_calm, watched
 from gate import WrongResult, check_gemm, check_operator
 from limits import Limits, measure_limits
+from peers import PEERS, missing_packages, peer_contenders
 from report import Record, limits_record, machine_lines, machine_record, row_record, row_table
 from timing import clock_for, sample
 from workloads import SELECTIONS, Workload
@@ -33,7 +35,7 @@ def measure(workload: Workload, limits: Limits, options: argparse.Namespace) -> 
     It waits for other processes to leave the machine and is sampled again when they came back meanwhile, all within
     options.patience seconds; the calmest samples count.
     """
-    contenders = _right_contenders(workload, limits.threads, options.torch)
+    contenders = _right_contenders(workload, limits.threads, options.peers)
     deadline = time.perf_counter() + options.patience
     attempts: list[tuple[dict[str, list[float]], float]] = []
     while not attempts or (attempts[-1][1] > CALM and time.perf_counter() < deadline):
@@ -43,14 +45,15 @@ def measure(workload: Workload, limits: Limits, options: argparse.Namespace) -> 
     return row_record(workload, limits, samples, others)
 
 
-def _right_contenders(workload: Workload, threads: int, with_torch: bool) -> list[Contender]:
+def _right_contenders(workload: Workload, threads: int, peers: Sequence[str]) -> list[Contender]:
     if workload.is_gemm:
         gemms = [make_gemm(workload, seed) for seed in range(workload.copies)]
         contenders = gemm_contenders(workload, gemms, threads)
         check_gemm(workload, gemms[0], contenders)
         return contenders
     calls = [make_call(workload, seed) for seed in range(workload.copies)]
-    return check_operator(workload, calls[0], operator_contenders(workload, calls, threads, with_torch))
+    contenders = operator_contenders(workload, calls, threads) + peer_contenders(workload, calls, threads, peers)
+    return check_operator(workload, calls[0], contenders)
 
 
 def _show_progress(text: str) -> None:
@@ -65,7 +68,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--seconds-per-row", type=float, default=2.0, help="besides the check; at least 3 rounds")
     parser.add_argument("--patience", type=float, default=0.0, help="seconds to wait, per row, for a calm machine")
-    parser.add_argument("--torch", action="store_true", help="PyTorch too, in rows of float caches; must be installed")
+    parser.add_argument("--peers", choices=PEERS, nargs="+", default=[], help="others, in the rows they can run")
     parser.add_argument("--json", type=Path, help="file of JSON lines to write")
     return parser.parse_args(argv)
 
@@ -75,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     workloads = [w for w in SELECTIONS[arguments.selection] if re.search(arguments.filter, w.name)]
     if not workloads:
         print(f"no row of {arguments.selection} contains {arguments.filter!r}", file=sys.stderr)
+        return 2
+    if missing := missing_packages(arguments.peers):
+        print(f"not installed: {', '.join(missing)}; see docs/performance.md", file=sys.stderr)
         return 2
     if arguments.json is None:
         return _run(workloads, arguments, None)

@@ -47,13 +47,13 @@ def sample(contenders: Sequence[Contender], seconds: float, clock: Clock = time.
     Rounds go on for `seconds`, at least MIN_ROUNDS. The contender that begins a round changes from one to the next, and
     each goes through the copies of the inputs at another place, so that nobody finds what another has just read.
     """
-    streams: dict[str, Iterator[Callable[[], Any]]] = {}
+    turns: dict[str, _Turn] = {}
     for place, contender in enumerate(contenders):
         first = place * len(contender.runs) // len(contenders)
-        streams[contender.name] = itertools.cycle([*contender.runs[first:], *contender.runs[:first]])
-    turns = {name: _Turn.of(stream, clock) for name, stream in streams.items()}
-    samples: dict[str, list[float]] = {name: [] for name in streams}
-    names = list(streams)
+        stream = itertools.cycle([*contender.runs[first:], *contender.runs[:first]])
+        turns[contender.name] = _Turn.of(stream, clock, contender.rest)
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    names = list(turns)
     deadline = time.perf_counter() + seconds
     for number in range(MAX_ROUNDS):
         if number >= MIN_ROUNDS and time.perf_counter() >= deadline:
@@ -65,18 +65,19 @@ def sample(contenders: Sequence[Contender], seconds: float, clock: Clock = time.
 
 
 class _Turn(NamedTuple):
-    """What a contender does in a round: calls that are not timed, then calls that are."""
+    """What a contender does in a round: calls that are not timed, calls that are, a rest until its threads sleep."""
 
     stream: Iterator[Callable[[], Any]]
     clock: Clock
     untimed: int
     timed: int
+    rest: float
 
     @staticmethod
-    def of(stream: Iterator[Callable[[], Any]], clock: Clock) -> _Turn:
-        seconds = _Turn(stream, clock, 0, 1).take()
+    def of(stream: Iterator[Callable[[], Any]], clock: Clock, rest: float) -> _Turn:
+        seconds = _Turn(stream, clock, 0, 1, rest).take()
         timed = max(1, min(_MAX_CALLS_PER_SAMPLE, int(_SAMPLE_SECONDS / max(seconds, 1e-9))))
-        return _Turn(stream, clock, int(seconds < _SHORT_SECONDS), timed)
+        return _Turn(stream, clock, int(seconds < _SHORT_SECONDS), timed, rest)
 
     def take(self) -> float:
         """Seconds a call."""
@@ -86,4 +87,7 @@ class _Turn(NamedTuple):
         start = self.clock()
         for call in calls:
             call()
-        return (self.clock() - start) / self.timed
+        seconds = self.clock() - start
+        if self.rest:
+            time.sleep(self.rest)
+        return seconds / self.timed
