@@ -11,6 +11,7 @@ from .attributes import Attributes
 from .errors import InvalidArgument
 from .kernel_calls import AttentionCall
 from .kv_cache import plan_layout, prepare_presents
+from .kv_layout import check_packed_operator, kernel_view, layout_from, packed_arrays, packed_problem
 from .precision import precision_from
 from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
 from .runtime import KernelLibrary, launcher, library_for
@@ -41,7 +42,8 @@ class GroupQueryAttention:
     the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
     `.so` that gqa_tvm.build made), precision ("exact": as float32; for quantised caches "balanced": probabilities
     in 16 bits, "fast": query rows too), approximate_qk (INT8 caches with query rows in 8 bits; None = where the
-    environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1). The last two are heeded where the CPU has integer dot products.
+    environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1), kv_layout ("packed": past and present as `kv_layout` has them).
+    precision and approximate_qk are heeded where the CPU has integer dot products.
     Raises InvalidArgument. An instance holds `last_plan` and what it remembers of call signatures: no array, nothing
     that a result depends on.
     """
@@ -57,6 +59,7 @@ class GroupQueryAttention:
         target: str | None = None,
         precision: str = "exact",
         approximate_qk: bool | None = None,
+        kv_layout: str = "bnsh",
         **attributes: Any,
     ) -> None:
         try:
@@ -65,6 +68,9 @@ class GroupQueryAttention:
             raise InvalidArgument(f"GroupQueryAttention: {error}") from None
         self._strategy = strategy_from(strategy)
         self._precision = precision_from(precision, approximate_qk)
+        self._layout = layout_from(kv_layout)
+        if self._layout:
+            check_packed_operator(self.attributes, self._strategy)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise InvalidArgument(f"num_threads must be a positive integer or None, got {num_threads!r}")
         if library is not None and target is not None:
@@ -118,8 +124,14 @@ class GroupQueryAttention:
         ]
         presents = as_array(present_key, "present_key"), as_array(present_value, "present_value")
         inputs = Inputs._make(arrays)
-        prepared, problem = self._prepare(inputs, presents)
-        return self._run(inputs, prepared, problem, presents)
+        if not self._layout:
+            prepared, problem = self._prepare(inputs, presents)
+            return self._run(inputs, prepared, problem, presents)
+        packed = packed_arrays(inputs, presents)
+        prepared, problem = self._prepare(packed.inputs, packed.presents)
+        result = self._run(packed.inputs, prepared, problem, packed.presents)
+        keys, values = packed.results(result.present_key, result.present_value)
+        return result._replace(present_key=keys, present_value=values)
 
     def _prepare(self, inputs: Inputs, presents: tuple[np.ndarray | None, ...]) -> tuple[PreparedCall, Problem]:
         """Validate the call; what only its signature decides is worked out once."""
@@ -130,12 +142,15 @@ class GroupQueryAttention:
             if problem is not None:
                 return prepared, problem
         problem = validate(self.attributes, inputs)
+        if self._library is None:
+            self._library = library_for(self._target, self._library_path)
+        if self._layout:
+            problem = packed_problem(problem, self._library.sizes.default, self._library.target)
         if prepared is None:
-            if self._library is None:
-                self._library = library_for(self._target, self._library_path)
             rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
             prepared = PreparedCall(
-                self.attributes, inputs, problem, self._library, rules, self._num_threads, self._precision
+                *(self.attributes, inputs, problem, self._library, rules),
+                *(self._num_threads, self._precision, self._layout),
             )
             if len(self._prepared) >= _REMEMBERED:
                 self._prepared.clear()
@@ -156,7 +171,10 @@ class GroupQueryAttention:
         output_qk = self._allocate_output_qk(problem)
         shape = (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size)
         output = aligned_empty(shape, problem.query_dtype)
-        call = AttentionCall(inputs, prepared.forms, problem, layout.entries, (keys.storage, values.storage), output)
+        caches = keys.storage, values.storage
+        if self._layout:
+            caches = kernel_view(caches[0], "key_cache"), kernel_view(caches[1], "value_cache")
+        call = AttentionCall(inputs, prepared.forms, problem, layout.entries, caches, output)
         launcher().use_threads(self._num_threads)
         keys.start()
         values.start()

@@ -18,6 +18,8 @@ _PREFILL_COLUMNS = 256
 # Kernels of less than float32's precision are there for this instruction.
 _REDUCIBLE_DOT_BYTES = 64
 _DOT_KEYS = 256
+# Stored columns of a packed cache come in vectors of so many.
+_PACKED_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class BlockSizes:
     def splits_prefill(self, cache: str, columns: int) -> bool:
         """Whether flash_prefill multiplies a cache of so many stored columns by integer dot products."""
         return cache in self.split_prefill and columns % self.dot_bytes == 0 and columns <= _PREFILL_COLUMNS
+
+    def reads_packed(self, columns: int) -> bool:
+        """Whether there are kernels over packed caches of so many stored columns."""
+        has_dots = bool(self.split_prefill) and self.dot_bytes == _REDUCIBLE_DOT_BYTES
+        return has_dots and columns % _PACKED_COLUMNS == 0 and columns <= _PREFILL_COLUMNS
 
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
@@ -199,6 +206,8 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     Its small buffers must keep storage of their own: shared with one that is indexed at run time, vectors of digits
     would go through memory.
     """
+    if spec.layout:
+        return spec.operation in ("flash_prefill", "flash_decode")
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
     if spec.operation == "qk_gemm" and sizes.dot_bytes != _REDUCIBLE_DOT_BYTES:

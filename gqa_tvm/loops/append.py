@@ -18,6 +18,7 @@ from .arguments import (
     dimension,
 )
 from .encode_row import encode_row
+from .packed_append import encode_packed_row
 from .rows import RowTransform, for_each_scale, head_column, load_row
 
 
@@ -26,7 +27,8 @@ def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head, inverse) -> 
     if not spec.is_float_cache:
         store_inverse = lambda h, value: T.buffer_store(inverse, inverse_scale(value), [h])  # noqa: E731
         for_each_scale(scale, kv_head, spec.head_size, store_inverse)
-    encode_row(spec, lambda h: row[h], inverse, cache, where)
+    encode = encode_packed_row if spec.layout else encode_row
+    encode(spec, lambda h: row[h], inverse, cache, where)
 
 
 def append(spec: KernelSpec):

@@ -19,7 +19,7 @@ from ..definitions.softmax import online_softmax
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
-from . import split_rows, split_signed_rows
+from . import packed_rows, split_rows, split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
@@ -160,6 +160,8 @@ def _load_queries(spec, shape: DecodeShape, buffers, scalars, rows, b, n, count,
 
 def _split_form(spec: KernelSpec, sizes):
     """The module that multiplies by integer dot products, None = float32."""
+    if spec.layout:
+        return packed_rows
     if not sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile, spec.precision):
         return None
     return split_signed_rows if sizes.dot_bytes == split_signed.DOT_BYTES else split_rows
@@ -219,7 +221,7 @@ def flash_decode(spec: KernelSpec, sizes):
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
     split = _split_form(spec, sizes)
-    qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    qk = split.qk_split_step(spec, R, BC if spec.layout else QK_KEYS) if split else qk_rows_first_step(spec, shape)
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
     position = split.accumulator_position if split else same_position
 

@@ -8,6 +8,7 @@ from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
+from .packed_prefill import packed_prefill_steps
 from .row_state import clear_state, write_output
 from .rows import allocate_row_block, describe_rows
 from .rows_last import (
@@ -40,7 +41,8 @@ def _steps(spec: KernelSpec, sizes, splits: bool):
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     blocks = ((sizes.split_kv_block if splits else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
     if splits:
-        return [split_prefill_steps(spec, keys, M, suffix) for keys, suffix in blocks]
+        steps = packed_prefill_steps if spec.layout else split_prefill_steps
+        return [steps(spec, keys, M, suffix) for keys, suffix in blocks]
     return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
 
 
@@ -55,7 +57,7 @@ def _prepare_rows(spec: KernelSpec, steps, splits: bool, state: RowsLastState):
 
 def flash_prefill(spec: KernelSpec, sizes):
     """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
-    splits = sizes.splits_prefill(spec.cache, spec.cache_columns)
+    splits = bool(spec.layout) or sizes.splits_prefill(spec.cache, spec.cache_columns)
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     whole_blocks, tail_blocks = _steps(spec, sizes, splits)
     BC, tail = whole_blocks.kv_block, tail_blocks.kv_block

@@ -46,8 +46,8 @@ def allocate_split_rows(spec: KernelSpec, rows: int) -> SplitRows:
     )
 
 
-def split_rows(spec: KernelSpec, query, count, target: SplitRows) -> None:
-    """Fill `target` from the first `count` rows of query [rows, E, C] float32."""
+def split_rows(spec: KernelSpec, query, count, target: SplitRows, spread=None) -> None:
+    """Fill `target` from the first `count` rows of query [rows, E, C] float32; spread: as `_spread`, the default."""
     planes, columns = spec.cache_planes, spec.cache_columns
     digits, _ = si.decode_digits(spec.precision)
     # Whole vectors with a run-time index: the only kind of object for which LLVM aligns the stack to vectors, without
@@ -66,7 +66,7 @@ def split_rows(spec: KernelSpec, query, count, target: SplitRows) -> None:
             fixed = T.bind(si.fixed_point(tirx.Select(finite, query[r, e, c], T.float32(0)), up))
             for d, digit in enumerate(si.signed_digits(fixed, digits)):
                 T.buffer_store(row, digit, [d, e, c])
-        _spread(spec, row, r, target)
+        (spread or _spread)(spec, row, r, target)
     with T.serial(0, count) as r:
         T.buffer_store(target.down, tirx.Shuffle([scales[r]], [T.int32(0)]), [r])
 

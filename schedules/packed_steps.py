@@ -1,0 +1,112 @@
+"""Schedules of the kernels over packed caches: vectors go from memory into products as they are."""
+
+from __future__ import annotations
+
+from . import generic, split_prefill_steps, split_steps, steps
+from . import intrinsics_vnni as vnni
+from .block_sizes import BlockSizes, largest_divisor
+from .intrinsics_packed import register_dot_packed_keys
+from .split_steps import _by_vectors, _has_block
+from .steps import Schedule, _own_loops
+
+_BYTES = 64
+_LANES = 16
+# Sums of a register tile: they leave room for the operands of its products.
+_SUMS = 24
+
+
+def reads_packed(sch: Schedule) -> bool:
+    """Whether the kernel was made for a packed cache."""
+    return _has_block(sch, "packed_k")
+
+
+def schedule_decode(sch: Schedule, sizes: BlockSizes, row_tile: int) -> None:
+    """flash_decode: a word of a query row meets the words of many keys."""
+    steps.parallelize_tasks(sch)
+    steps.parallelize_tasks(sch, "merge")
+    _tile_qk(sch)
+    generic._schedule_few_rows_softmax(sch, sizes)
+    split_steps.digits_by_vectors(sch, sizes.lanes)
+    _tile_sv(sch, row_tile)
+
+
+def _tile_qk(sch: Schedule) -> None:
+    """Scores [m, t]: the sums of tiles of keys x rows x digits stay in registers over the head."""
+    scores, sums = sch.get_sblock("qk"), sch.get_sblock("packed_sums")
+    m, t = _own_loops(sch, scores, 2)
+    digits = int(sch.get(sums).writes[0].source.shape[2])
+    rows = largest_divisor(int(sch.get(m).extent), 1)
+    keys = largest_divisor(int(sch.get(t).extent) // _LANES, _SUMS // (digits * rows))
+    t_outer, t_inner, lane = sch.split(t, [None, keys, _LANES])
+    m_outer, m_inner = sch.split(m, [None, rows])
+    sch.reorder(m_outer, t_outer, m_inner, t_inner, lane)
+    sch.compute_at(sums, t_outer, preserve_unit_loops=True)
+    for loop in (m_inner, t_inner):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    t, m, d, lane, e, c, q = _own_loops(sch, sums, 7)
+    sch.reorder(c, e, m, d, t, lane, q)
+    codes = sch.get_sblock("packed_k")
+    sch.compute_at(codes, c, preserve_unit_loops=True)
+    code_loops = _own_loops(sch, codes, 4)
+    for loop in code_loops[:-1]:
+        sch.unroll(loop)
+    sch.vectorize(code_loops[-1])
+    for loop in (e, m, d, t):
+        sch.unroll(loop)
+    _by_vectors(sch, sch.decompose_reduction(sums, c), 4)
+    sch.tensorize(lane, register_dot_packed_keys())
+
+
+def _tile_sv(sch: Schedule, row_tile: int) -> None:
+    """acc: the sums of tiles of rows x digits x vectors of columns stay in registers over the keys."""
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
+    m, e, column = _own_loops(sch, result, 3)
+    digits = int(sch.get(product).writes[0].source.shape[1])
+    rows = largest_divisor(row_tile, 2)
+    planes, vectors = int(sch.get(e).extent), int(sch.get(column).extent) // _LANES
+    vectors = largest_divisor(vectors, _SUMS // (digits * rows * planes))
+    m_outer, m_inner = sch.split(m, [None, rows])
+    column_outer, vector, lane = sch.split(column, [None, vectors, _LANES])
+    sch.reorder(m_outer, column_outer, e, m_inner, vector, lane)
+    sch.compute_at(product, column_outer, preserve_unit_loops=True)
+    for loop in (e, m_inner, vector):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    m, d, e, column, t, b = _own_loops(sch, product, 6)
+    vector, lane = sch.split(column, [None, _LANES])
+    sch.reorder(t, e, vector, m, d, lane, b)
+    if _has_block(sch, "packed_v"):
+        codes = sch.get_sblock("packed_v")
+        sch.compute_at(codes, t, preserve_unit_loops=True)
+        _codes_by_vectors(sch, "packed_v", 3)
+    for loop in (e, vector, m, d):
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(product, t)
+    _by_vectors(sch, zeros, 5)
+    sch.tensorize(lane, vnni.register_dot_values())
+
+
+def _codes_by_vectors(sch: Schedule, name: str, loops: int) -> None:
+    """Codes [.., plane, .., byte] so that one load of a vector serves every plane."""
+    *outer, byte = _own_loops(sch, sch.get_sblock(name), loops)
+    first, inner = sch.split(byte, [None, _BYTES])
+    plane = outer[1]
+    sch.reorder(outer[0], *outer[2:], first, plane, inner)
+    sch.unroll(plane)
+    sch.vectorize(inner)
+
+
+def schedule_prefill(sch: Schedule, sizes: BlockSizes) -> None:
+    """flash_prefill: words of keys serve all rows, rows as lanes."""
+    generic._schedule_rows_last_task(sch, sizes)
+    split_prefill_steps.digits_of_rows(sch, sizes)
+    for suffix in ("", "_tail"):
+        _codes_by_vectors(sch, f"packed_k{suffix}", 4)
+        split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
+        generic._schedule_rows_last_bias(sch, sizes, suffix)
+        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
+        split_prefill_steps.probabilities_by_vectors(sch, suffix)
+        if _has_block(sch, f"packed_v{suffix}"):
+            _codes_by_vectors(sch, f"packed_v{suffix}", 3)
+        split_prefill_steps.tile_sv_for_rows(sch, sizes, suffix)
