@@ -11,6 +11,8 @@ from .steps import Schedule, _own_loops
 
 _BYTES = 64
 _LANES = 16
+# Rows of a tile of scores: with four digits, 28 sums beside a vector of keys and a constant.
+_QK_ROWS = 7
 # Sums of a register tile: they leave room for the operands of its products.
 _SUMS = 24
 
@@ -20,67 +22,65 @@ def reads_packed(sch: Schedule) -> bool:
     return _has_block(sch, "packed_k")
 
 
-def schedule_decode(sch: Schedule, sizes: BlockSizes, row_tile: int) -> None:
+def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
     """flash_decode: a word of a query row meets the words of many keys."""
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
     _tile_qk(sch)
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
-    _tile_sv(sch, row_tile)
+    _tile_sv(sch)
 
 
 def _tile_qk(sch: Schedule) -> None:
-    """Scores [m, t]: the sums of tiles of keys x rows x digits stay in registers over the head."""
+    """Scores [m, t]: the sums of 16 keys x rows x digits stay in registers over the head.
+
+    Keys come in the order of memory: with more of them at a time, the CPU no longer foresees what is read.
+    """
     scores, sums = sch.get_sblock("qk"), sch.get_sblock("packed_sums")
     m, t = _own_loops(sch, scores, 2)
-    digits = int(sch.get(sums).writes[0].source.shape[2])
-    rows = largest_divisor(int(sch.get(m).extent), 1)
-    keys = largest_divisor(int(sch.get(t).extent) // _LANES, _SUMS // (digits * rows))
-    t_outer, t_inner, lane = sch.split(t, [None, keys, _LANES])
+    rows = largest_divisor(int(sch.get(m).extent), _QK_ROWS)
+    t, lane = sch.split(t, [None, _LANES])
     m_outer, m_inner = sch.split(m, [None, rows])
-    sch.reorder(m_outer, t_outer, m_inner, t_inner, lane)
-    sch.compute_at(sums, t_outer, preserve_unit_loops=True)
-    for loop in (m_inner, t_inner):
-        sch.unroll(loop)
+    sch.reorder(t, m_outer, m_inner, lane)
+    sch.compute_at(sums, m_outer, preserve_unit_loops=True)
+    sch.unroll(m_inner)
     sch.vectorize(lane)
     t, m, d, lane, e, c, q = _own_loops(sch, sums, 7)
-    sch.reorder(c, e, m, d, t, lane, q)
+    sch.reorder(c, e, t, m, d, lane, q)
     codes = sch.get_sblock("packed_k")
     sch.compute_at(codes, c, preserve_unit_loops=True)
-    code_loops = _own_loops(sch, codes, 4)
-    for loop in code_loops[:-1]:
-        sch.unroll(loop)
-    sch.vectorize(code_loops[-1])
-    for loop in (e, m, d, t):
+    _by_vectors(sch, codes, 4)
+    for loop in (e, t, m, d):
         sch.unroll(loop)
     _by_vectors(sch, sch.decompose_reduction(sums, c), 4)
     sch.tensorize(lane, register_dot_packed_keys())
 
 
-def _tile_sv(sch: Schedule, row_tile: int) -> None:
-    """acc: the sums of tiles of rows x digits x vectors of columns stay in registers over the keys."""
+def _tile_sv(sch: Schedule) -> None:
+    """acc: the sums of a row's digits x vectors of columns stay in registers over the keys.
+
+    As many vectors as fit, whose values come in the order of memory; further rows find them in the first-level cache.
+    """
     product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
-    m, e, column = _own_loops(sch, result, 3)
+    _, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
-    rows = largest_divisor(row_tile, 2)
     planes, vectors = int(sch.get(e).extent), int(sch.get(column).extent) // _LANES
-    vectors = largest_divisor(vectors, _SUMS // (digits * rows * planes))
-    m_outer, m_inner = sch.split(m, [None, rows])
+    vectors = largest_divisor(vectors, _SUMS // (digits * planes))
     column_outer, vector, lane = sch.split(column, [None, vectors, _LANES])
-    sch.reorder(m_outer, column_outer, e, m_inner, vector, lane)
+    sch.reorder(column_outer, e, vector, lane)
     sch.compute_at(product, column_outer, preserve_unit_loops=True)
-    for loop in (e, m_inner, vector):
+    for loop in (e, vector):
         sch.unroll(loop)
     sch.vectorize(lane)
     m, d, e, column, t, b = _own_loops(sch, product, 6)
     vector, lane = sch.split(column, [None, _LANES])
-    sch.reorder(t, e, vector, m, d, lane, b)
+    sch.reorder(t, vector, e, m, d, lane, b)
     if _has_block(sch, "packed_v"):
         codes = sch.get_sblock("packed_v")
-        sch.compute_at(codes, t, preserve_unit_loops=True)
-        _codes_by_vectors(sch, "packed_v", 3)
-    for loop in (e, vector, m, d):
+        sch.compute_at(codes, vector, preserve_unit_loops=True)
+        _by_vectors(sch, codes, 3)
+    for loop in (vector, e, m, d):
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)
     _by_vectors(sch, zeros, 5)

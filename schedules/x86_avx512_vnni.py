@@ -28,7 +28,7 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
     """As generic, with the products of a split-integer kernel on byte dot products."""
     if packed_steps.reads_packed(sch):
-        packed_steps.schedule_decode(sch, sizes, row_tile)
+        packed_steps.schedule_decode(sch, sizes)
         return
     if not split_steps.multiplies_digits(sch):
         generic.schedule_flash_decode(sch, sizes, row_tile, columns)

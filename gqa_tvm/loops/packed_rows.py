@@ -56,15 +56,18 @@ def split_rows(spec: KernelSpec, query, count, target: PackedRows) -> None:
 def _spread(spec: KernelSpec, row, r, target: PackedRows) -> None:
     """One row's digits [D, E, C] in the order of the dot products, and their products with the code of zero."""
     planes, columns = spec.cache_planes, spec.cache_columns
-    total = T.sblock_alloc_buffer((1,), "int32")
+    # A vector of partial sums, of which LLVM would otherwise make a chain of single bytes.
+    lanes = T.sblock_alloc_buffer((1,), f"int32x{si.DOT_LANES}")
     for d in range(int(row.shape[0])):
         with T.grid(planes, columns // packed.KEY_QUAD) as (e, c):
             word = row[d, e, T.ramp(c * packed.KEY_QUAD, 1, packed.KEY_QUAD)]
             T.buffer_store(target.digits, word, [r, e, c, d, T.ramp(0, 1, packed.KEY_QUAD)])
-        T.buffer_store(total, T.int32(0), [0])
-        with T.grid(planes, columns) as (e, c):
-            T.buffer_store(total, total[0] + tirx.Cast("int32", row[d, e, c]), [0])
-        T.buffer_store(target.offsets, total[0] * T.int32(si.KEY_OFFSET[spec.cache]), [r, d])
+        T.buffer_store(lanes, tirx.Broadcast(T.int32(0), si.DOT_LANES), [0])
+        with T.grid(planes, columns // si.DOT_LANES) as (e, c):
+            codes = row[d, e, T.ramp(c * si.DOT_LANES, 1, si.DOT_LANES)]
+            T.buffer_store(lanes, lanes[0] + tirx.Cast(f"int32x{si.DOT_LANES}", codes), [0])
+        total = sum((tirx.Shuffle([lanes[0]], [T.int32(i)]) for i in range(1, si.DOT_LANES)), tirx.Shuffle([lanes[0]], [T.int32(0)]))
+        T.buffer_store(target.offsets, total * T.int32(si.KEY_OFFSET[spec.cache]), [r, d])
 
 
 def packed_keys(spec: KernelSpec, kv_block: int):
@@ -102,7 +105,7 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
     beta = te.placeholder((row_tile,), name="row_beta")
     digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
-    code_at = packed.value_codes(cache_rows, last_key, planes)
+    code_at = packed.value_codes(cache_rows, last_key, planes, scaled=True)
     result = packed.sv_gemm_packed(digits, down_at, code_at, accumulator, beta)
     return (make_step([cache_rows, last_key, p, accumulator, beta, result]),)
 
@@ -110,7 +113,10 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
 def emit_qk_split(
     spec: KernelSpec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile_of, scores
 ) -> None:
-    """scores [R, kv_block] of a block of keys; tile_of: view of an operand's tile."""
+    """scores [R, kv_block] of a block of keys; tile_of: view of an operand's tile.
+
+    No cache lines are asked for ahead: both caches are read in the order of memory, which the CPU foresees.
+    """
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
         T.reads(region, *(whole(operand) for operand in operands))
