@@ -18,7 +18,6 @@ from .arguments import (
     dimension,
 )
 from .encode_row import encode_row
-from .packed_append import encode_packed_row
 from .rows import RowTransform, for_each_scale, head_column, load_row
 
 
@@ -27,8 +26,7 @@ def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head, inverse) -> 
     if not spec.is_float_cache:
         store_inverse = lambda h, value: T.buffer_store(inverse, inverse_scale(value), [h])  # noqa: E731
         for_each_scale(scale, kv_head, spec.head_size, store_inverse)
-    encode = encode_packed_row if spec.layout else encode_row
-    encode(spec, lambda h: row[h], inverse, cache, where)
+    encode_row(spec, lambda h: row[h], inverse, cache, where)
 
 
 def append(spec: KernelSpec):
@@ -58,7 +56,7 @@ def append(spec: KernelSpec):
         first_value_head: T.int32,
     ):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
-        p = _declare(
+        p = declare_append(
             spec,
             (key_, value_, key_cache_, value_cache_, entries_),
             (positions_, cos_, sin_, norm_weight_),
@@ -90,7 +88,8 @@ def append(spec: KernelSpec):
     return kernel
 
 
-def _declare(spec: KernelSpec, tensors, row_inputs, scales):
+def declare_append(spec: KernelSpec, tensors, row_inputs, scales):
+    """The tensor parameters of append by name, matched to their handles."""
     batch, tokens, kv_heads, capacity = (dimension(n) for n in ("B", "S", "N_kv", "C"))
     key, value, key_cache, value_cache, entries = tensors
     *rotary, norm_weight = row_inputs
