@@ -87,7 +87,7 @@ class KernelSpec:
         fields: dict[str, Any] = match.groupdict()
         formats = fields["query"], fields["cache"]
         numbers = int(fields["head"]), int(fields["rows"] or 0)
-        marks = (fields[name] or "" for name in ("tuned", "precision", "layout"))
+        marks: list[Any] = [fields[name] or "" for name in ("tuned", "precision", "layout")]
         return KernelSpec(fields["operation"], *formats, *numbers, *marks)
 
 

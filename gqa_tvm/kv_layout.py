@@ -144,8 +144,10 @@ class PackedArrays(NamedTuple):
 
     def results(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The present arrays in the caller's shape."""
-        shapes = packed_shapes(*keys.shape)  # type: ignore[arg-type]
         key, value = self.given
+        if key is not None and value is not None:
+            return key, value
+        shapes = packed_shapes(*keys.shape)  # type: ignore[arg-type]
         return keys.reshape(shapes[0]) if key is None else key, values.reshape(shapes[1]) if value is None else value
 
 
@@ -154,27 +156,27 @@ def packed_arrays(inputs: Inputs, presents: tuple[np.ndarray | None, ...]) -> Pa
 
     Raises InvalidArgument unless a past is its own present: what is packed is written in place.
     """
-    rows = []
-    for name, past, present in (
-        ("key", inputs.past_key, presents[0]),
-        ("value", inputs.past_value, presents[1]),
-    ):
-        old = None if past is None else as_rows(past, f"past_{name}")
-        new = None if present is None else as_rows(present, f"present_{name}")
-        if past is not None:
-            if present is None or past is not present and not _is_same(past, present):
-                raise InvalidArgument(
-                    f"kv_layout 'packed' writes in place: present_{name} must be the array past_{name}"
-                )
-            new = old
-        rows.append((old, new))
-    (old_key, new_key), (old_value, new_value) = rows
-    return PackedArrays(
-        inputs._replace(past_key=old_key, past_value=old_value), (new_key, new_value), (presents[0], presents[1])
-    )
+    old_key, new_key = _pair("key", inputs.past_key, presents[0])
+    old_value, new_value = _pair("value", inputs.past_value, presents[1])
+    rows = inputs._replace(past_key=old_key, past_value=old_value)
+    return PackedArrays(rows, (new_key, new_value), (presents[0], presents[1]))
+
+
+def _pair(
+    name: str, past: np.ndarray | None, present: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Past and present as rows, one array where there is a past."""
+    if past is None:
+        return None, None if present is None else as_rows(present, f"present_{name}")
+    rows = as_rows(past, f"past_{name}")
+    if present is None or not _is_same(past, present):
+        raise InvalidArgument(f"kv_layout 'packed' writes in place: present_{name} must be the array past_{name}")
+    return rows, rows
 
 
 def _is_same(a: np.ndarray, b: np.ndarray) -> bool:
+    if a is b:
+        return True
     same = (a.shape, a.strides, a.dtype) == (b.shape, b.strides, b.dtype)
     return same and a.__array_interface__["data"][0] == b.__array_interface__["data"][0]
 
@@ -208,7 +210,8 @@ def packed_problem(problem: Problem, sizes: BlockSizes, target: str) -> Problem:
     if not sizes.reads_packed(columns):
         if not sizes.reads_packed(PACKED_STEP):
             raise InvalidArgument(
-                f"kv_layout 'packed' needs integer dot products of 64 bytes (target x86-avx512-vnni), got target {target}"
+                "kv_layout 'packed' needs integer dot products of 64 bytes (target x86-avx512-vnni), "
+                f"got target {target}"
             )
         raise InvalidArgument(f"kv_layout 'packed' takes at most 256 stored bytes per key and head, got {columns}")
     if problem.past_capacity:

@@ -62,8 +62,9 @@ def qk_gemm_packed(digits, offsets, down, codes):
     )
     return te.compute(
         (rows, keys),
-        lambda m, t: join_digits([sums[t // KEY_ROW, m, d, t % KEY_ROW] - offsets[m, d] for d in range(count)])
-        * down[m],
+        lambda m, t: (
+            join_digits([sums[t // KEY_ROW, m, d, t % KEY_ROW] - offsets[m, d] for d in range(count)]) * down[m]
+        ),
         name="qk",
     )
 

@@ -37,7 +37,7 @@ def _fold_inverses(spec: KernelSpec, scale, first_head, heads, inverse) -> None:
 
 
 def _store_keys(spec: KernelSpec, codes, head, cache, where, begin, end) -> None:
-    """codes[head] [16, C] of keys begin .. end of a row of keys, where: (entry, KV head, row); no other byte is touched.
+    """codes[head] [16, C] as keys begin .. end of a row, where: (entry, KV head, row); no other byte is touched.
 
     Line after line: the lines of all keys are more than the first-level cache holds.
     """

@@ -66,7 +66,10 @@ def _spread(spec: KernelSpec, row, r, target: PackedRows) -> None:
         with T.grid(planes, columns // si.DOT_LANES) as (e, c):
             codes = row[d, e, T.ramp(c * si.DOT_LANES, 1, si.DOT_LANES)]
             T.buffer_store(lanes, lanes[0] + tirx.Cast(f"int32x{si.DOT_LANES}", codes), [0])
-        total = sum((tirx.Shuffle([lanes[0]], [T.int32(i)]) for i in range(1, si.DOT_LANES)), tirx.Shuffle([lanes[0]], [T.int32(0)]))
+        total = sum(
+            (tirx.Shuffle([lanes[0]], [T.int32(i)]) for i in range(1, si.DOT_LANES)),
+            tirx.Shuffle([lanes[0]], [T.int32(0)]),
+        )
         T.buffer_store(target.offsets, total * T.int32(si.KEY_OFFSET[spec.cache]), [r, d])
 
 
