@@ -118,7 +118,8 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     m, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
     m_outer, m_inner = sch.split(m, [None, largest_divisor(int(sch.get(m).extent), _SV_ROWS[digits])])
-    c_outer, c_vectors, lane = sch.split(column, [None, _BYTES // sizes.lanes, sizes.lanes])
+    vectors = largest_divisor(int(sch.get(column).extent) // sizes.lanes, _BYTES // sizes.lanes)
+    c_outer, c_vectors, lane = sch.split(column, [None, vectors, sizes.lanes])
     sch.reorder(e, c_outer, m_outer, m_inner, c_vectors, lane)
     sch.compute_at(product, m_outer, preserve_unit_loops=True)
     for loop in (m_inner, c_vectors):
