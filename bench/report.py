@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from contenders import ORT_FLASH, ORT_NAIVE, OURS, TORCH
+from contenders import ORT_FLASH, ORT_NAIVE, OURS, OURS_BNSH, TORCH
 from limits import Limits
 from timing import Spread
 from workloads import Workload
@@ -45,7 +45,7 @@ def row_record(
     paths = [name for name in (ORT_FLASH, ORT_NAIVE) if name in spreads]
     best = min(paths, key=lambda name: spreads[name].median, default=None)
     ratio = None if best is None else _ratio(samples[best], samples[OURS])
-    torch_ratio = _ratio(samples[TORCH], samples[OURS]) if TORCH in samples else None
+    others_ratios = {name: _ratio(samples[name], samples[OURS]) for name in (TORCH, OURS_BNSH) if name in samples}
     return {
         "kind": "row",
         "name": workload.name,
@@ -57,7 +57,8 @@ def row_record(
         "seconds": {name: spread._asdict() for name, spread in spreads.items()},
         "best_onnxruntime": best,
         "ratio": ratio,
-        "torch_ratio": torch_ratio,
+        "torch_ratio": others_ratios.get(TORCH),
+        "bnsh_ratio": others_ratios.get(OURS_BNSH),
     }
 
 
@@ -81,15 +82,15 @@ def machine_lines(records: Iterable[Record]) -> str:
 
 
 def row_table(rows: Sequence[Record]) -> str:
-    """Rows as a Markdown table; a column for PyTorch where any row has it. A ratio below 1 is bold."""
-    with_torch = any(row["torch_ratio"] for row in rows)
+    """Rows as a Markdown table; columns for PyTorch and BNSH where any row has them. A ratio below 1 is bold."""
+    more = [name for name in ("torch", "bnsh") if any(row.get(f"{name}_ratio") for row in rows)]
     heads = ["row", "ms", "±%", "onnxruntime ms", "ratio", "GB/s", "GF/s", "% of limit"]
-    heads += ["torch ratio"] if with_torch else []
+    heads += [f"{name} ratio" for name in more]
     lines = [_line(heads), "|" + "|".join(["---", *["--:"] * (len(heads) - 1)]) + "|"]
-    return "\n".join([*lines, *(_line(_cells(row, with_torch)) for row in rows)])
+    return "\n".join([*lines, *(_line(_cells(row, more)) for row in rows)])
 
 
-def _cells(row: Record, with_torch: bool) -> list[str]:
+def _cells(row: Record, more: Sequence[str]) -> list[str]:
     ours = row["seconds"][OURS]
     best = row["best_onnxruntime"]
     theirs = "-" if best is None else f"{significant(1e3 * row['seconds'][best]['median'])} {best.split()[-1]}"
@@ -103,7 +104,7 @@ def _cells(row: Record, with_torch: bool) -> list[str]:
         significant(row["flops"] / ours["median"] / 1e9),
         f"{100 * row['limit'] / ours['median']:.0f}",
     ]
-    return [*cells, _ratio_text(row["torch_ratio"])] if with_torch else cells
+    return [*cells, *(_ratio_text(row.get(f"{name}_ratio")) for name in more)]
 
 
 def _ratio_text(ratio: Record | None) -> str:

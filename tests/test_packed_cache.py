@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_calls import FLOATS, TOLERANCES, add_rotary, assert_close, expected
-from packed_calls import assert_packed_bytes, needs_vnni, packed_call, run_bnsh, run_packed
+from packed_calls import TARGET, assert_packed_bytes, needs_vnni, packed_call, run_bnsh, run_packed
 
-from gqa_tvm import GroupQueryAttention, KVCache, pack_kv_cache, unpack_kv_cache
+from gqa_tvm import GroupQueryAttention, KVCache, build, pack_kv_cache, unpack_kv_cache
+from gqa_tvm.build import library_kernels
 from gqa_tvm.kernels import KernelSpec
+from gqa_tvm.library_file import read_manifest
+from gqa_tvm.targets import FALLBACKS
+from gqa_tvm.variants import family_variant
 
 CACHES = ("i8", "i4", "i8-channel", "i4-channel")
 # Decode over BNSH joins four sums of a head in float32, over a packed cache one.
@@ -387,3 +392,32 @@ def test_what_cannot_be_packed(call, words):
 def test_kernel_names_have_the_layout(operation):
     spec = KernelSpec(operation, "f32", "i8", 64, 2, layout="packed")
     assert spec.name.endswith("_f32_i8_packed_h64_r2") and KernelSpec.parse(spec.name) == spec
+
+
+def test_packed_kernels_of_a_library():
+    """Only where they are asked for, of targets that have them; a BNSH kernel of the same sizes is there as well."""
+    for target in FALLBACKS["x86-64"]:
+        variant = family_variant(target, "x86-64")
+        plain, both = (set(library_kernels(variant, [64], layout=layout)) for layout in ("", "packed"))
+        packed = both - plain
+        assert plain < both if target == TARGET else plain == both
+        assert {spec.operation for spec in packed} <= {"append", "flash_decode", "flash_prefill"}
+        assert {replace(spec, layout="") for spec in packed} <= plain and not any(s.is_float_cache for s in packed)
+
+
+@needs_vnni
+@pytest.mark.slow
+def test_a_library_of_packed_kernels(tmp_path):
+    names = ("append_f32_i8_packed_h64", "flash_decode_f32_i8_packed_h64_r2", "flash_prefill_f32_i8_packed_h64")
+    (library,) = build([TARGET, "x86-avx2"], tmp_path / "libgqa.so", kernels=names)
+    found = read_manifest(library).targets
+    assert set(found[TARGET].kernels) == set(names) and not found["x86-avx2"].kernels
+    for tokens in (1, 40):
+        attributes, inputs = packed_call("i8", 70, tokens=tokens)
+        past = pack_kv_cache(inputs["past_key"], inputs["past_value"])
+        wanted = expected(attributes, inputs).output
+        for name, array in zip(("key", "value"), past, strict=True):
+            inputs[f"past_{name}"] = inputs[f"present_{name}"] = array
+        op = GroupQueryAttention(**attributes, kv_layout="packed", library=str(library))
+        assert_close(op(**inputs).output, wanted)
+        assert set(op.last_plan.kernels) <= set(names)
