@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import generic, split_prefill_steps, split_steps, steps
+from . import generic, split_prefill_steps, steps
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
-from .intrinsics_packed import register_dot_packed_keys
+from .intrinsics_packed import register_arrange_packed, register_dot_packed_keys
 from .split_steps import _by_vectors, _has_block
 from .steps import Schedule, _own_loops
 
@@ -28,7 +28,7 @@ def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
     steps.parallelize_tasks(sch, "merge")
     _tile_qk(sch)
     generic._schedule_few_rows_softmax(sch, sizes)
-    split_steps.digits_by_vectors(sch, sizes.lanes)
+    _probabilities_by_vectors(sch, sizes)
     _tile_sv(sch)
 
 
@@ -55,6 +55,16 @@ def _tile_qk(sch: Schedule) -> None:
         sch.unroll(loop)
     _by_vectors(sch, sch.decompose_reduction(sums, c), 4)
     sch.tensorize(lane, register_dot_packed_keys())
+
+
+def _probabilities_by_vectors(sch: Schedule, sizes: BlockSizes) -> None:
+    """Bytes of the probabilities of 16 keys: one shuffle of a register."""
+    steps.reduce_along_row(sch, "p_max", sizes.lanes)
+    arrange, fixed = sch.get_sblock("packed_p"), sch.get_sblock("p_fixed")
+    _, t, x = _own_loops(sch, arrange, 3)
+    sch.compute_at(fixed, t, preserve_unit_loops=True)
+    _by_vectors(sch, fixed, 2)
+    sch.tensorize(x, register_arrange_packed())
 
 
 def _tile_sv(sch: Schedule) -> None:

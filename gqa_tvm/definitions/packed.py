@@ -11,7 +11,16 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import DOT_BYTES, DOT_LANES, KEY_OFFSET, join_digits, nibble
+from .split_integer import (
+    DOT_BYTES,
+    DOT_LANES,
+    KEY_OFFSET,
+    fixed_probabilities,
+    join_digits,
+    nibble,
+    unsigned_field,
+)
+from .split_prefill import byte_of
 
 # Keys of a row of keys and of a row of values; columns of a word of keys.
 KEY_ROW = DOT_LANES
@@ -110,18 +119,37 @@ def value_codes(cache_rows, last_key, planes: int, scaled: bool = False):
     return lambda t, e, c, key: codes[t, e, c * VALUE_ROW + key]
 
 
-def sv_gemm_packed(digits, down_at, code_at, accumulator, row_beta):
+def probability_bytes(p, count: int):
+    """Digits of probabilities [M, T_block] >= 0, NaN as 0, and the function m -> their scale.
+
+    Bytes [M, T_block / 16, 64] uint8 as they lie in integers of 16 keys, by fours: 16 L + 4 s + key is byte s (0 is the
+    least significant) of key 4 L + key, so that the digits of four keys are words.
+    """
+    fixed, down_at = fixed_probabilities(p, lambda bits: unsigned_field(bits, count))
+    rows, keys = (int(n) for n in p.shape)
+
+    def byte(m, t, x):
+        return tirx.reinterpret("uint8", byte_of(fixed[m, t * DOT_LANES + x // 16 * 4 + x % 4], x // 4 % 4))
+
+    return te.compute((rows, keys // DOT_LANES, DOT_BYTES), byte, name="packed_p"), down_at
+
+
+def sv_gemm_packed(p_bytes, down_at, count: int, code_at, accumulator, row_beta):
     """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
 
-    digits [M, D, T_block] uint8 and down_at: `probability_digits`; code_at: function of `value_codes`, scaled.
+    p_bytes, down_at: `probability_bytes` of `count` digits; code_at: function of `value_codes`, scaled.
     """
     rows, planes, columns = (int(n) for n in accumulator.shape)
-    count, keys = (int(n) for n in digits.shape[1:])
+    keys = int(p_bytes.shape[1]) * DOT_LANES
     t, b = te.reduce_axis((0, keys // VALUE_ROW), name="t"), te.reduce_axis((0, VALUE_ROW), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
+
+    def probability(m, d):
+        return p_bytes[m, t // 4, t % 4 * 16 + (_i32(count - 1) - tirx.Cast("int32", d)) * 4 + b]
+
     product = te.compute(
         (rows, count, planes, columns),
-        lambda m, d, e, c: te.sum(as_i32(digits[m, d, t * VALUE_ROW + b]) * as_i32(code_at(t, e, c, b)), axis=[t, b]),
+        lambda m, d, e, c: te.sum(as_i32(probability(m, d)) * as_i32(code_at(t, e, c, b)), axis=[t, b]),
         name="sv_product",
     )
 

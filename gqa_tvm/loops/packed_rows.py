@@ -107,9 +107,10 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
     beta = te.placeholder((row_tile,), name="row_beta")
-    digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
+    _, count = si.decode_digits(spec.precision)
+    p_bytes, down_at = packed.probability_bytes(p, count)
     code_at = packed.value_codes(cache_rows, last_key, planes, scaled=True)
-    result = packed.sv_gemm_packed(digits, down_at, code_at, accumulator, beta)
+    result = packed.sv_gemm_packed(p_bytes, down_at, count, code_at, accumulator, beta)
     return (make_step([cache_rows, last_key, p, accumulator, beta, result]),)
 
 
