@@ -4,36 +4,38 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_calls import FLOATS, TOLERANCES, add_rotary, assert_close, expected
-from packed_calls import TARGET, assert_packed_bytes, needs_vnni, packed_call, run_bnsh, run_packed
+from packed_calls import assert_packed_bytes, needs_vnni, packed_call, run_bnsh, run_packed
+from query_kinds import QUERIES
 
-from gqa_tvm import GroupQueryAttention, KVCache, build, pack_kv_cache, unpack_kv_cache
-from gqa_tvm.build import library_kernels
-from gqa_tvm.kernels import KernelSpec
-from gqa_tvm.library_file import read_manifest
-from gqa_tvm.targets import FALLBACKS
-from gqa_tvm.variants import family_variant
+from gqa_tvm import GroupQueryAttention, KVCache, pack_kv_cache, unpack_kv_cache
 
 CACHES = ("i8", "i4", "i8-channel", "i4-channel")
 # Decode over BNSH joins four sums of a head in float32, over a packed cache one.
 ROUNDING = 2e-6
+SLOW_I4 = pytest.param("i4", marks=pytest.mark.slow)
 
 
-def check(attributes, inputs, exact=False, tolerance=1e-5, **keywords):
-    """Compare with BNSH and the reference; returns the packed result."""
-    packed, bnsh = (run(attributes, inputs, **keywords) for run in (run_packed, run_bnsh))
+def check_alone(attributes, inputs, tolerance=1e-5, **keywords):
+    """Compare with the reference; returns the packed result."""
+    packed, wanted = run_packed(attributes, inputs, **keywords), expected(attributes, inputs, in_place=True)
+    assert_packed_bytes(packed, wanted)
+    assert_close(packed.output.astype(np.float32), wanted.output.astype(np.float32), tolerance)
+    return packed
+
+
+def check(attributes, inputs, exact=False, **keywords):
+    """Compare with BNSH, too."""
+    packed, bnsh = check_alone(attributes, inputs, **keywords), run_bnsh(attributes, inputs, **keywords)
     assert_packed_bytes(packed, bnsh)
-    wanted = expected(attributes, inputs).output.astype(np.float32)
-    assert_close(packed.output.astype(np.float32), wanted, tolerance)
     if exact:
         np.testing.assert_array_equal(packed.output, bnsh.output)
-    elif tolerance == 1e-5:
+    else:
         assert_close(packed.output, bnsh.output, ROUNDING)
     return packed
 
@@ -57,7 +59,7 @@ def test_packing_is_a_permutation(shape, dtype):
 
 
 @needs_vnni
-@pytest.mark.parametrize("cache", ["i8", "i4"])
+@pytest.mark.parametrize("cache", ["i8", SLOW_I4])
 def test_decode_at_every_length(cache):
     """The rest of the last group of keys holds codes that no result may show, and that must stay."""
     for total in (*range(1, 36), 63, 64, 65):
@@ -68,10 +70,9 @@ def test_decode_at_every_length(cache):
 
 
 @needs_vnni
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(
-    "group", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("group", [1, 2, 3, 8])
 def test_decode_of_every_format_and_group(cache, group):
     attributes, inputs = packed_call(cache, 200, heads=2 * group, head_size=128)
     attributes["smooth_softmax"] = 1
@@ -85,10 +86,11 @@ def test_decode_of_every_format_and_group(cache, group):
 def test_head_sizes(cache, head_size):
     for tokens in (1, 30):
         attributes, inputs = packed_call(cache, 70, tokens=tokens, heads=2, kv_heads=1, head_size=head_size)
-        check(attributes, inputs)
+        check_alone(attributes, inputs)
 
 
 @needs_vnni
+@pytest.mark.slow
 @pytest.mark.parametrize(("cache", "head_size"), [("i8", 64), ("i4-channel", 128)])
 @pytest.mark.parametrize(("past", "tokens"), [(0, 150), (37, 60), (3, 20), (128, 17)])
 def test_prefill_is_that_of_bnsh_to_the_bit(cache, head_size, past, tokens):
@@ -137,7 +139,7 @@ FEATURES = {
 
 
 @needs_vnni
-@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("tokens", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 40))])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature, tokens):
     attributes, inputs = packed_call("i8", 75, tokens=tokens)
@@ -156,6 +158,7 @@ def test_entries_of_different_lengths():
 
 
 @needs_vnni
+@pytest.mark.slow
 def test_padded_chunks():
     attributes, inputs = packed_call("i8", 75, tokens=20, batch=3, capacity=96)
     inputs["seqlens_k"] = np.array([74, 33, 4], np.int32)
@@ -179,7 +182,7 @@ def test_half_precision(dtype="f16"):
     for tokens in (1, 30):
         attributes, inputs = packed_call("i8", 70, dtype=dtype, tokens=tokens)
         assert inputs["query"].dtype == FLOATS[dtype]
-        check(attributes, inputs, tolerance=TOLERANCES[dtype])
+        check_alone(attributes, inputs, tolerance=TOLERANCES[dtype])
 
 
 @needs_vnni
@@ -249,6 +252,57 @@ def test_nothing_beyond_the_last_group_is_touched(tokens):
     np.testing.assert_array_equal(GroupQueryAttention(**attributes, kv_layout="packed")(**inputs).output, wanted)
 
 
+def _in_slots(array, step):
+    """The array as every other head of memory that starts at an odd byte; step -1: entries in reverse order."""
+    b, n, *rest = array.shape
+    memory = np.zeros(1 + 2 * array.nbytes, np.uint8)
+    slots = memory[1:].view(array.dtype).reshape(b, 2 * n, *rest)[::step, ::2]
+    slots[...] = array
+    return slots
+
+
+@needs_vnni
+@pytest.mark.parametrize("step", [1, -1])
+def test_caches_in_memory_of_any_kind(step):
+    attributes, inputs = packed_call("i8", 40, batch=2)
+    wanted = run_packed(attributes, inputs)
+    for name in ("key", "value"):
+        array = pack_kv_cache(inputs["past_key"], inputs["past_value"])[name == "value"]
+        inputs[f"present_{name}"] = _in_slots(array, step)
+    inputs["past_key"], inputs["past_value"] = inputs["present_key"], inputs["present_value"]
+    got = GroupQueryAttention(**attributes, kv_layout="packed")(**inputs)
+    np.testing.assert_array_equal(got.output, wanted.output)
+    for name in ("key", "value"):
+        assert getattr(got, f"present_{name}") is inputs[f"present_{name}"]
+        np.testing.assert_array_equal(inputs[f"past_{name}"], getattr(wanted, f"present_{name}"))
+
+
+@needs_vnni
+@pytest.mark.parametrize("kind", QUERIES)
+def test_errors_are_those_of_float32(kind):
+    worst = np.zeros(2)
+    for seed in range(3):
+        attributes, inputs = packed_call("i8-channel", 300, seed=seed)
+        QUERIES[kind](inputs)
+        exact = expected(attributes, inputs).output.astype(np.float64)
+        single = GroupQueryAttention(**attributes, target="x86-avx512")(**inputs).output
+        outputs = run_packed(attributes, inputs).output, single
+        worst = np.maximum(worst, [np.abs(output - exact).max() for output in outputs])
+    assert worst[0] <= 2 * worst[1] + 2e-7 * np.abs(exact).max(), worst
+
+
+@needs_vnni
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_a_query_that_is_not_finite_gives_nan_in_its_rows_alone(tokens):
+    attributes, inputs = packed_call("i8", 75, tokens=tokens)
+    wanted = run_packed(attributes, inputs).output.reshape(tokens, 4, 64)
+    inputs["query"][0, 0, 3] = np.inf
+    output = run_packed(attributes, inputs).output.reshape(tokens, 4, 64)
+    assert np.isnan(output[0, 0]).all()
+    output[0, 0] = wanted[0, 0]
+    np.testing.assert_array_equal(output, wanted)
+
+
 @needs_vnni
 def test_a_first_prompt_makes_its_cache():
     attributes, inputs = packed_call("i8", 40, tokens=40)
@@ -267,6 +321,7 @@ def test_a_first_prompt_makes_its_cache():
 
 
 @needs_vnni
+@pytest.mark.slow
 def test_a_growing_cache():
     """A prompt and steps through KVCache, which grows twice, as over BNSH."""
     rng = np.random.default_rng(3)
@@ -287,137 +342,3 @@ def test_a_growing_cache():
     assert caches[0].capacity == 64 and caches[0].key.shape == (2, 2, 4, 16, 16, 4)
     caches[0].rewind(2)
     assert caches[0].length.tolist() == [37, 16]
-
-
-def _attributes(**changes):
-    attributes, _ = packed_call("i8", 20)
-    return {**attributes, **changes}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kv_layout": "blocked"}, "kv_layout must be one of bnsh, packed"),
-        ({"kv_cache_bit_width": 0, "k_quant_type": "NONE", "v_quant_type": "NONE"}, "a float cache has none"),
-        ({"qk_output": 1}, "output_qk"),
-        ({"strategy": "naive"}, "naive"),
-        ({"sliding_window_cache": 1, "local_window_size": 4}, "sliding_window_cache"),
-    ],
-)
-def test_operators_without_a_packed_form(options, words):
-    with pytest.raises(ValueError, match=words):
-        GroupQueryAttention(**{"kv_layout": "packed", **_attributes(**options)})
-
-
-def test_disabled_flash_has_no_packed_form(monkeypatch):
-    monkeypatch.setenv("ORT_GQA_DISABLE_FLASH_ATTENTION", "1")
-    with pytest.raises(ValueError, match="ORT_GQA_DISABLE_FLASH_ATTENTION"):
-        GroupQueryAttention(**_attributes(), kv_layout="packed")
-
-
-def _bad_call(change):
-    attributes, inputs = packed_call("i8", 20)
-    past = pack_kv_cache(inputs["past_key"], inputs["past_value"])
-    for name, array in zip(("key", "value"), past, strict=True):
-        inputs[f"past_{name}"] = inputs[f"present_{name}"] = array
-    change(inputs)
-    return attributes, inputs
-
-
-def _bnsh_past(inputs):
-    inputs["past_key"] = np.zeros((1, 2, 32, 64), np.int8)
-
-
-def _gaps(inputs):
-    inputs["past_key"] = inputs["present_key"] = np.zeros((1, 2, 2, 32, 16, 4), np.int8)[:, :, :, ::2]
-
-
-def _copied_present(inputs):
-    inputs["present_value"] = inputs["past_value"].copy()
-
-
-def _no_room(inputs):
-    inputs["total_sequence_length"], inputs["seqlens_k"] = np.array([33], np.int32), np.array([32], np.int32)
-
-
-def _wrong_type(inputs):
-    for name in ("key", "value"):
-        inputs[f"past_{name}"] = inputs[f"present_{name}"] = inputs[f"past_{name}"].view(np.uint8)
-
-
-@needs_vnni
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (_bnsh_past, r"\[B, N_kv, C / 16, columns / 4, 16, 4\]"),
-        (_gaps, "side by side"),
-        (_copied_present, "present_value must be the array past_value"),
-        (lambda inputs: inputs.pop("present_key"), "present_key must be the array past_key"),
-        (_no_room, "no room for total_sequence_length 33"),
-        (_wrong_type, "Tensor type mismatch"),
-    ],
-)
-def test_calls_that_cannot_run_leave_everything_as_it_was(change, words):
-    attributes, inputs = _bad_call(change)
-    before = {name: array.copy() for name, array in inputs.items()}
-    with pytest.raises(ValueError, match=words):
-        GroupQueryAttention(**attributes, kv_layout="packed")(**inputs)
-    for name, array in inputs.items():
-        np.testing.assert_array_equal(array, before[name])
-
-
-def test_targets_without_dot_products_refuse():
-    attributes, inputs = _bad_call(lambda inputs: None)
-    with pytest.raises(ValueError, match="x86-avx512-vnni"):
-        GroupQueryAttention(**attributes, kv_layout="packed", target="generic")(**inputs)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: pack_kv_cache(np.zeros((1, 1, 4, 24), np.int8), np.zeros((1, 1, 4, 24), np.int8)), "multiple of 16"),
-        (lambda: pack_kv_cache(np.zeros((1, 1, 4, 16), np.int8), np.zeros((1, 1, 5, 16), np.int8)), "same shape"),
-        (lambda: pack_kv_cache(*[np.zeros((1, 1, 4, 16), np.float32)] * 2), "int8 or uint8"),
-        (lambda: unpack_kv_cache(*[np.zeros((1, 1, 4, 16), np.int8)] * 2), "6 dimensions"),
-        (lambda: KVCache(1, 1, 16, 64, kv_layout="packed"), "bits=8"),
-        (lambda: KVCache(1, 1, 16, 40, 8, k_scale=1, v_scale=1, kv_layout="packed"), "multiple of 16"),
-    ],
-)
-def test_what_cannot_be_packed(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()
-
-
-@pytest.mark.parametrize("operation", ["append", "flash_decode", "flash_prefill"])
-def test_kernel_names_have_the_layout(operation):
-    spec = KernelSpec(operation, "f32", "i8", 64, 2, layout="packed")
-    assert spec.name.endswith("_f32_i8_packed_h64_r2") and KernelSpec.parse(spec.name) == spec
-
-
-def test_packed_kernels_of_a_library():
-    """Only where they are asked for, of targets that have them; a BNSH kernel of the same sizes is there as well."""
-    for target in FALLBACKS["x86-64"]:
-        variant = family_variant(target, "x86-64")
-        plain, both = (set(library_kernels(variant, [64], layout=layout)) for layout in ("", "packed"))
-        packed = both - plain
-        assert plain < both if target == TARGET else plain == both
-        assert {spec.operation for spec in packed} <= {"append", "flash_decode", "flash_prefill"}
-        assert {replace(spec, layout="") for spec in packed} <= plain and not any(s.is_float_cache for s in packed)
-
-
-@needs_vnni
-@pytest.mark.slow
-def test_a_library_of_packed_kernels(tmp_path):
-    names = ("append_f32_i8_packed_h64", "flash_decode_f32_i8_packed_h64_r2", "flash_prefill_f32_i8_packed_h64")
-    (library,) = build([TARGET, "x86-avx2"], tmp_path / "libgqa.so", kernels=names)
-    found = read_manifest(library).targets
-    assert set(found[TARGET].kernels) == set(names) and not found["x86-avx2"].kernels
-    for tokens in (1, 40):
-        attributes, inputs = packed_call("i8", 70, tokens=tokens)
-        past = pack_kv_cache(inputs["past_key"], inputs["past_value"])
-        wanted = expected(attributes, inputs).output
-        for name, array in zip(("key", "value"), past, strict=True):
-            inputs[f"past_{name}"] = inputs[f"present_{name}"] = array
-        op = GroupQueryAttention(**attributes, kv_layout="packed", library=str(library))
-        assert_close(op(**inputs).output, wanted)
-        assert set(op.last_plan.kernels) <= set(names)
