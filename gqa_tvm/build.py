@@ -136,6 +136,9 @@ def build(
         variant: choose(variant, sizes, pairs, layout) if named is None else _offered(named, variant)
         for variant in [machine_variant(name) if output is None else family_variant(name, wanted) for name in names]
     }
+    for spec in named or ():
+        if not any(spec in specs for specs in plan.values()):
+            raise InvalidArgument(f"{spec.name}: none of the targets {', '.join(names)} has such a kernel")
     if output is not None:
         objects = _build_all(build_object, object_path, plan, progress)
         publish(lambda made: _write_library(made, objects, plan), Path(output).absolute())

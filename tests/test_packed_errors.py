@@ -108,6 +108,10 @@ def test_targets_without_dot_products_refuse():
         (lambda: pack_kv_cache(*[np.zeros((1, 1, 4, 16), np.float32)] * 2), "int8 or uint8"),
         (lambda: unpack_kv_cache(*[np.zeros((1, 1, 4, 16), np.int8)] * 2), "6 dimensions"),
         (lambda: KVCache(1, 1, 16, 64, kv_layout="packed"), "bits=8"),
+        (lambda: build("x86-avx2", "unused.so", kernels=["append_f32_i8_packed_h64"]), "none of the targets x86-avx2"),
+        (lambda: build(TARGET, "unused.so", kernels=["naive_f32_i8_packed_h64"]), "none of the targets"),
+        (lambda: build(TARGET, "unused.so", kernels=["flash_decode_f32_i8_packed_h72_r1"]), "none of the targets"),
+        (lambda: build(TARGET, "unused.so", kv_layout="paged"), "kv_layout must be one of"),
         (lambda: KVCache(1, 1, 16, 40, 8, k_scale=1, v_scale=1, kv_layout="packed"), "multiple of 16"),
     ],
 )
