@@ -6,17 +6,18 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from calls import Call, Gemm
 from workloads import Workload
 
-from gqa_tvm import GroupQueryAttention, primitives
+from gqa_tvm import GroupQueryAttention, pack_kv_cache, primitives
 
 OURS = "gqa_tvm"
 OURS_NAIVE = "gqa_tvm naive"
+OURS_BNSH = "gqa_tvm bnsh"
 ORT_FLASH = "onnxruntime flash"
 ORT_NAIVE = "onnxruntime naive"
 _ORT_INPUTS = (
@@ -62,7 +63,10 @@ def gemm_contenders(workload: Workload, gemms: list[Gemm], threads: int) -> list
 
 def operator_contenders(workload: Workload, calls: list[Call], threads: int) -> list[Contender]:
     """Everyone who can run the call, this project first. All write the same rows into the same buffers."""
-    contenders = [_ours(OURS, calls, threads, **_precision_options(workload.precision))]
+    options = _precision_options(workload.precision)
+    contenders = [_ours(OURS, calls, threads, **options)]
+    if workload.layout == "packed":
+        contenders = [_ours_packed(calls, threads, **options), *(replace(c, name=OURS_BNSH) for c in contenders)]
     if workload.paths:
         contenders.append(_ours(OURS_NAIVE, calls, threads, strategy="naive"))
     if _onnxruntime_takes(workload):
@@ -89,6 +93,15 @@ def _ours(name: str, calls: list[Call], threads: int, **options: Any) -> Contend
         return timed
 
     return Contender(name, [run(call) for call in calls], lambda: results["output"], keep=[op])
+
+
+def _ours_packed(calls: list[Call], threads: int, **options: Any) -> Contender:
+    """This project over caches of its own, packed from those of the calls."""
+    packed = []
+    for call in calls:
+        keys, values = pack_kv_cache(call.inputs["past_key"], call.inputs["past_value"])
+        packed.append(call._replace(inputs={**call.inputs, "past_key": keys, "past_value": values}))
+    return replace(_ours(OURS, packed, threads, kv_layout="packed", **options), writes_cache=False)
 
 
 def _onnxruntime_takes(workload: Workload) -> bool:

@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from contenders import ORT_FLASH, ORT_NAIVE, OURS
+from contenders import ORT_FLASH, ORT_NAIVE, OURS, OURS_BNSH
 from limits import Limits
 from peers import PEERS
 from timing import Spread
@@ -59,6 +59,7 @@ def row_record(
         "best_onnxruntime": best,
         "ratio": ratio,
         "peer_ratios": {name: _ratio(samples[name], samples[OURS]) for name in peers},
+        "bnsh_ratio": _ratio(samples[OURS_BNSH], samples[OURS]) if OURS_BNSH in samples else None,
     }
 
 
@@ -82,15 +83,17 @@ def machine_lines(records: Iterable[Record]) -> str:
 
 
 def row_table(rows: Sequence[Record]) -> str:
-    """Rows as a Markdown table; a column for each peer that any row has. A ratio below 1 is bold."""
+    """Rows as a Markdown table; a column for each peer, and one for BNSH, that any row has. A ratio below 1 is bold."""
     peers = sorted({name for row in rows for name in peer_ratios(row)}, key=_peer_order)
     heads = ["row", "ms", "±%", "onnxruntime ms", "ratio", "GB/s", "GF/s", "% of limit"]
     heads += [f"{name} ratio" for name in peers]
+    with_bnsh = any(row.get("bnsh_ratio") for row in rows)
+    heads += ["bnsh ratio"] if with_bnsh else []
     lines = [_line(heads), "|" + "|".join(["---", *["--:"] * (len(heads) - 1)]) + "|"]
-    return "\n".join([*lines, *(_line(_cells(row, peers)) for row in rows)])
+    return "\n".join([*lines, *(_line(_cells(row, peers, with_bnsh)) for row in rows)])
 
 
-def _cells(row: Record, peers: Sequence[str]) -> list[str]:
+def _cells(row: Record, peers: Sequence[str], with_bnsh: bool) -> list[str]:
     ours = row["seconds"][OURS]
     best = row["best_onnxruntime"]
     theirs = "-" if best is None else f"{significant(1e3 * row['seconds'][best]['median'])} {best.split()[-1]}"
@@ -104,7 +107,8 @@ def _cells(row: Record, peers: Sequence[str]) -> list[str]:
         significant(row["flops"] / ours["median"] / 1e9),
         f"{100 * row['limit'] / ours['median']:.0f}",
     ]
-    return [*cells, *(_ratio_text(peer_ratios(row).get(name)) for name in peers)]
+    cells += [_ratio_text(peer_ratios(row).get(name)) for name in peers]
+    return [*cells, _ratio_text(row.get("bnsh_ratio"))] if with_bnsh else cells
 
 
 def _peer_order(name: str) -> tuple[int, str]:

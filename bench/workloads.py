@@ -20,7 +20,8 @@ class Workload:
     cache: a key of CACHE_BITS; query: "f32" or "f16". window: keys a token sees, -1 = all. feature: one of FEATURES
     ("window": one that hides nothing). ragged: entries of T/2 to T keys. cold: takes turns over caches of 96 MiB in
     all, as a model of many layers does. paths: the naive path of this project is timed as well. precision: of this
-    project, "exact", "balanced", "fast" or "approximate".
+    project, "exact", "balanced", "fast" or "approximate". layout: of this project's cache, "bnsh" or "packed", which is
+    timed beside bnsh.
     """
 
     operation: str
@@ -38,6 +39,7 @@ class Workload:
     cold: bool = False
     paths: bool = False
     precision: str = "exact"
+    layout: str = "bnsh"
 
     @property
     def is_gemm(self) -> bool:
@@ -47,6 +49,7 @@ class Workload:
     def name(self) -> str:
         """As kernels are named: operation, formats, sizes."""
         formats = self.cache if self.query == "f32" else f"{self.query}_{self.cache}"
+        formats += f"_{self.layout}" if self.layout != "bnsh" else ""
         if self.is_gemm:
             length = "n" if self.operation == "qk_gemm" else "t"
             return f"{self.operation}_{formats}_m{self.tokens}_{length}{self.total}_k{self.head_size}"
@@ -196,6 +199,13 @@ def _precisions() -> list[Workload]:
     ]
 
 
+def _packed() -> list[Workload]:
+    """Packed caches beside BNSH ones: 1 to 8 query heads per KV head."""
+    shapes = product((4096, 32768), ("i8", "i4"), (8, 16, 32, 64))
+    decodes = [decode(cache, total, heads, layout="packed") for total, cache, heads in shapes]
+    return [*decodes, *(prefill(cache, 512, layout="packed") for cache in ("i8", "i4"))]
+
+
 def _quick() -> list[Workload]:
     """The claims of the README, the rows closest to a loss, and one of everything else."""
     return [
@@ -268,9 +278,10 @@ SELECTIONS: dict[str, tuple[Workload, ...]] = {
     "prefill": _unique(_prefills()),
     "features": _unique(_features()),
     "precisions": _unique(_precisions()),
+    "packed": _unique(_packed()),
     "documentation": _unique(_documentation()),
     "scaling": _unique(_scaling()),
 }
 SELECTIONS["all"] = _unique(
-    [*_onnxruntimes_own(), *_gemms(), *_decodes(), *_prefills(), *_features(), *_quick(), *_documentation()]
+    [*_onnxruntimes_own(), *_gemms(), *_decodes(), *_prefills(), *_features(), *_quick(), *_documentation(), *_packed()]
 )

@@ -8,6 +8,7 @@ from . import primitives
 from .build import build
 from .cache_buffers import KVCache
 from .errors import BuildError, InvalidArgument
+from .kv_layout import pack_kv_cache, unpack_kv_cache
 from .operator import GroupQueryAttention, GroupQueryAttentionResult, Plan
 from .runtime import KernelLibrary, load
 
@@ -24,8 +25,10 @@ __all__ = [
     "Plan",
     "build",
     "load",
+    "pack_kv_cache",
     "primitives",
     "tune",
+    "unpack_kv_cache",
 ]
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from .errors import InvalidArgument
 from .kernel_cache import kernel_path, object_path
-from .kernels import TOKEN_TILES, CacheFormat, FloatFormat, KernelSpec, decode_row_tile
+from .kernels import TOKEN_TILES, CacheFormat, FloatFormat, KernelSpec, Layout, decode_row_tile
+from .kv_layout import layout_from
 from .library_file import TargetKernels, append_manifest
 from .object_cache import build_object
 from .targets import (
@@ -32,6 +33,7 @@ USUAL_GROUP_SIZES = (1, 2, 3, 4, 7, 8)
 LIBRARY_ROW_TILES = (1, 2, 4, 8)
 # Of the target that runs everywhere and is the fastest nowhere.
 LAST_RESORT_ROW_TILES = (1, 4)
+_PACKED_OPERATIONS = ("append", "flash_prefill", "flash_decode")
 
 Progress = Callable[[int, int, str], None]
 Plan = dict[Variant, list[KernelSpec]]
@@ -43,19 +45,21 @@ def usual_kernels(
     variant: Variant,
     head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
     formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+    layout: Layout = "",
 ) -> list[KernelSpec]:
     """The kernels that `build` makes ahead for this machine: every step, fitted to common group sizes.
 
-    formats: of the query and the cache.
+    formats: of the query and the cache; layout: one that quantised caches may have besides BNSH.
     """
     row_tiles = {decode_row_tile(1, group) for group in USUAL_GROUP_SIZES} | set(TOKEN_TILES)
-    return _kernels(variant, head_sizes, formats, sorted(row_tiles), variant.sizes.default.small_q_blocks)
+    return _kernels(variant, head_sizes, formats, sorted(row_tiles), variant.sizes.default.small_q_blocks, layout)
 
 
 def library_kernels(
     variant: Variant,
     head_sizes: Iterable[int] = USUAL_HEAD_SIZES,
     formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
+    layout: Layout = "",
 ) -> list[KernelSpec]:
     """The kernels of a library: every step for any group size, by tiles of few sizes (`FileLibrary.offered`)."""
     sizes, target = variant.sizes.default, variant.target
@@ -65,7 +69,7 @@ def library_kernels(
     tiles = tuple(rows for rows in tiles if 2 * rows <= sizes.decode_accumulators)
     # One small block of rows, where the usual one is more than twice as large.
     small = [rows for rows in sizes.small_q_blocks[-1:] if 2 * rows < sizes.q_block]
-    return _kernels(variant, head_sizes, formats, tiles, small)
+    return _kernels(variant, head_sizes, formats, tiles, small, layout)
 
 
 def _kernels(
@@ -74,13 +78,21 @@ def _kernels(
     formats: Iterable[tuple[FloatFormat, CacheFormat]],
     row_tiles: Iterable[int],
     small_q_blocks: Iterable[int],
+    layout: Layout,
 ) -> list[KernelSpec]:
     specs = []
     for head_size, (query, cache) in product(head_sizes, formats):
         specs += [KernelSpec("append", query, cache, head_size), KernelSpec("naive", query, cache, head_size)]
         specs += [KernelSpec("flash_prefill", query, cache, head_size, rows) for rows in (0, *small_q_blocks)]
         specs += [KernelSpec("flash_decode", query, cache, head_size, rows) for rows in row_tiles]
-    return specs + _with_tuned_sizes(specs, variant)
+    packed = [replace(spec, layout=layout) for spec in specs] if layout else []
+    return specs + [spec for spec in packed if _is_offered(spec, variant)] + _with_tuned_sizes(specs, variant)
+
+
+def _is_offered(spec: KernelSpec, variant: Variant) -> bool:
+    """Whether there is such a kernel: over packed caches, of some targets, operations and sizes alone."""
+    is_possible = spec.operation in _PACKED_OPERATIONS and not spec.is_float_cache
+    return not spec.layout or (is_possible and variant.sizes.default.reads_packed(spec.cache_columns))
 
 
 def _with_tuned_sizes(specs: Iterable[KernelSpec], variant: Variant) -> list[KernelSpec]:
@@ -88,6 +100,10 @@ def _with_tuned_sizes(specs: Iterable[KernelSpec], variant: Variant) -> list[Ker
     known = set(specs)
     found = [spec for spec in variant.sizes.tuned_specs() if replace(spec, tuned="") in known]
     return sorted(found, key=lambda spec: spec.name)
+
+
+def _offered(named: Sequence[KernelSpec], variant: Variant) -> list[KernelSpec]:
+    return [spec for spec in named if _is_offered(spec, variant)]
 
 
 def build_kernel(spec: KernelSpec, variant: Variant) -> Path:
@@ -107,25 +123,30 @@ def build(
     *,
     formats: Iterable[tuple[FloatFormat, CacheFormat]] = USUAL_FORMATS,
     kernels: Iterable[str] | None = None,
+    kv_layout: str = "bnsh",
 ) -> list[Path]:
     """Build kernels on all cores: into the cache for this machine, or into one library.
 
     target: a target, several, or an architecture such as "x86-64" for all of its usual targets; None = the best for
     this CPU, with `output` the usual ones of this architecture. output: the `.so` to write, for `gqa_tvm.load` and
     GroupQueryAttention(library=...); it serves any CPU of its targets' families and has the same bytes wherever it is
-    built. head_sizes, formats (of query and cache): what the usual kernels are built for; kernels: names of kernels to
-    build instead. progress: called with (done, total, kernel name). Kernels that are there are not built again.
-    Returns the kernels' paths, or the library's alone. Raises BuildError, InvalidArgument.
+    built. head_sizes, formats (of query and cache): what the usual kernels are built for; kv_layout: "packed" for the
+    kernels of packed caches as well, for targets that have them; kernels: names of kernels to build instead. progress:
+    called with (done, total, kernel name). Kernels that are there are not built again. Returns the kernels' paths, or
+    the library's alone. Raises BuildError, InvalidArgument.
     """
     names, wanted = _targets(target, output is not None)
     require_build_tools(wanted)
-    sizes, pairs = list(head_sizes), list(formats)
+    sizes, pairs, layout = list(head_sizes), list(formats), layout_from(kv_layout)
     named = None if kernels is None else [KernelSpec.parse(name) for name in kernels]
     choose = usual_kernels if output is None else library_kernels
     plan = {
-        variant: choose(variant, sizes, pairs) if named is None else named
+        variant: choose(variant, sizes, pairs, layout) if named is None else _offered(named, variant)
         for variant in [machine_variant(name) if output is None else family_variant(name, wanted) for name in names]
     }
+    for spec in named or ():
+        if not any(spec in specs for specs in plan.values()):
+            raise InvalidArgument(f"{spec.name}: none of the targets {', '.join(names)} has such a kernel")
     if output is not None:
         objects = _build_all(build_object, object_path, plan, progress)
         publish(lambda made: _write_library(made, objects, plan), Path(output).absolute())

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from .errors import InvalidArgument
+from .kv_layout import PACKED_STEP, layout_from, packed_capacity, packed_shapes
 from .sliding_window import can_rewind
 
 _INT32_MAX = 2**31 - 1
@@ -32,7 +33,8 @@ class KVCache:
     capacity: rows per entry to begin with; a full cache grows, one with a sliding_window (the operator's
     local_window_size, for sliding_window_cache=1) keeps it. bits: 0 for rows of `dtype` (float32, float16 or bfloat16;
     float32 when left out), 8 or 4 for codes, which need k_scale and v_scale: 1 or kv_num_heads * head_size finite
-    numbers each, copied, the same for all rows ever written. A sliding window cache whose call failed other than with
+    numbers each, copied, the same for all rows ever written. kv_layout: the operator's, "packed" for codes without a
+    sliding window. A sliding window cache whose call failed other than with
     InvalidArgument may have moved its rows: start again with `rewind(cache.length)`. Raises InvalidArgument.
     """
 
@@ -48,6 +50,7 @@ class KVCache:
         k_scale: Any = None,
         v_scale: Any = None,
         sliding_window: int | None = None,
+        kv_layout: str = "bnsh",
     ) -> None:
         self._heads = _size("batch", batch), _size("kv_num_heads", kv_num_heads)
         capacity, head_size = _size("capacity", capacity), _size("head_size", head_size)
@@ -56,8 +59,12 @@ class KVCache:
         self._window = None if sliding_window is None else _size("sliding_window", sliding_window)
         if self._window is not None and capacity < self._window:
             raise InvalidArgument(f"capacity must be at least sliding_window ({self._window}), got {capacity}")
+        self._layout = layout_from(kv_layout)
+        if self._layout and (not bits or sliding_window is not None):
+            raise InvalidArgument("kv_layout 'packed' needs bits=8 or bits=4 and no sliding_window")
         self._scales = _read_scales(bits, self._heads[1] * head_size, k_scale, v_scale)
-        self._key, self._value = self._allocate(capacity), self._allocate(capacity)
+        capacity = packed_capacity(capacity) if self._layout else capacity
+        self._key, self._value = self._allocate(capacity)
         self._lengths = [0] * self._heads[0]
         self._announced: list[int] | None = None
         self._room = capacity if sliding_window is None else _INT32_MAX
@@ -65,7 +72,7 @@ class KVCache:
 
     @property
     def key(self) -> np.ndarray:
-        """[B, N_kv, capacity, H], or (H + 1) // 2 columns for 4 bits; growing replaces it."""
+        """[B, N_kv, capacity, H], or (H + 1) // 2 columns for 4 bits, or packed; growing replaces it."""
         return self._key
 
     @property
@@ -76,7 +83,7 @@ class KVCache:
     @property
     def capacity(self) -> int:
         """Rows per entry."""
-        return int(self._key.shape[2])
+        return int(self._key.shape[2]) * (PACKED_STEP if self._layout else 1)
 
     @property
     def nbytes(self) -> int:
@@ -182,18 +189,23 @@ class KVCache:
 
     def _grow(self, rows: int) -> None:
         capacity = min(max(rows, 2 * self.capacity), _INT32_MAX)
-        larger = self._allocate(capacity), self._allocate(capacity)
+        capacity = packed_capacity(capacity) if self._layout else capacity
+        larger = self._allocate(capacity)
         for old, new in zip((self._key, self._value), larger, strict=True):
+            keys = self.capacity // old.shape[2]
             for b, length in enumerate(self._lengths):
-                new[b, :, :length] = old[b, :, :length]
+                rows = -(-length // keys)
+                new[b, :, :rows] = old[b, :, :rows]
         self._key, self._value = larger
         self._room = capacity
         self._arrays = self._array_arguments()
 
-    def _allocate(self, capacity: int) -> np.ndarray:
-        shape = (*self._heads, capacity, self._columns)
+    def _allocate(self, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+        """A key and a value buffer."""
+        shape: tuple[int, ...] = (*self._heads, capacity, self._columns)
+        shapes = packed_shapes(*self._heads, capacity, self._columns) if self._layout else (shape, shape)
         try:
-            return _huge_page_zeros(shape, self._dtype)
+            return _huge_page_zeros(shapes[0], self._dtype), _huge_page_zeros(shapes[1], self._dtype)
         except (OSError, OverflowError):
             nbytes = math.prod(shape) * self._dtype.itemsize
             raise InvalidArgument(

@@ -36,6 +36,12 @@ def add_build_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of query and cache: f32, f16, bf16 and for the cache i8, i4 ({formats})",
     )
     parser.add_argument(
+        "--kv-layout",
+        choices=("bnsh", "packed"),
+        default="bnsh",
+        help="packed: kernels of packed INT8 and INT4 caches as well (bnsh)",
+    )
+    parser.add_argument(
         "--kernels", type=name_list, metavar="NAME,...", help="these kernels instead of all of the sizes and formats"
     )
 
@@ -70,6 +76,7 @@ def build_command(options: argparse.Namespace) -> int:
     """Builds kernels into the cache or into a library."""
     targets = options.targets[0] if options.targets and len(options.targets) == 1 else options.targets
     chosen = {"head_sizes": options.head_sizes, "formats": options.formats, "kernels": options.kernels}
+    chosen["kv_layout"] = options.kv_layout
     paths = build_with_progress(targets, options.output, **chosen)
     if options.output is None:
         print(f"{len(paths)} kernels in {', '.join(sorted({str(path.parent) for path in paths}))}")

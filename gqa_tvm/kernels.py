@@ -12,6 +12,7 @@ Operation = Literal[
 FloatFormat = Literal["f32", "f16", "bf16"]
 Precision = Literal["", "fast", "balanced", "approximate"]
 CacheFormat = Literal["f32", "f16", "bf16", "i8", "i4"]
+Layout = Literal["", "packed"]
 
 FLOAT_FORMATS: tuple[FloatFormat, ...] = ("f32", "f16", "bf16")
 CACHE_FORMATS: tuple[CacheFormat, ...] = (*FLOAT_FORMATS, "i8", "i4")
@@ -28,7 +29,7 @@ ROW_TILES = (1, 2, 3, 4, 5, 6, 7, 8)
 
 _NAME = re.compile(
     r"(?P<operation>append|flash_prefill|flash_decode|naive|kv_quantize|kv_dequantize|qk_gemm|sv_gemm)"
-    r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)"
+    r"_(?P<query>f32|f16|bf16)_(?P<cache>f32|f16|bf16|i8|i4)(_(?P<layout>packed))?"
     r"_h(?P<head>\d+)(_r(?P<rows>\d+))?(_(?P<precision>fast|balanced|approximate))?(_t(?P<tuned>[0-9a-f]{6}))?"
 )
 
@@ -41,7 +42,7 @@ class KernelSpec:
     head_size: H. row_tile: rows that share a register tile in flash_decode and the GEMMs, rows of a task in
     flash_prefill where it is not the usual q_block (0 elsewhere). tuned: digest of block sizes that tuning found for it
     (`tuned_sizes.TunedRecord.digest`), "" = the target's default. precision: "" = as float32; others need integer dot
-    products.
+    products. layout: of the cache, "" = BNSH, "packed" = as integer dot products take it (`kv_layout`).
     """
 
     operation: Operation
@@ -51,6 +52,7 @@ class KernelSpec:
     row_tile: int = 0
     tuned: str = ""
     precision: Precision = ""
+    layout: Layout = ""
 
     @property
     def name(self) -> str:
@@ -59,7 +61,8 @@ class KernelSpec:
             for mark, value in (("r", self.row_tile), ("", self.precision), ("t", self.tuned))
             if value
         )
-        return f"{self.operation}_{self.query}_{self.cache}_h{self.head_size}{suffix}"
+        layout = f"_{self.layout}" if self.layout else ""
+        return f"{self.operation}_{self.query}_{self.cache}{layout}_h{self.head_size}{suffix}"
 
     @property
     def cache_planes(self) -> int:
@@ -84,7 +87,8 @@ class KernelSpec:
         fields: dict[str, Any] = match.groupdict()
         formats = fields["query"], fields["cache"]
         numbers = int(fields["head"]), int(fields["rows"] or 0)
-        return KernelSpec(fields["operation"], *formats, *numbers, fields["tuned"] or "", fields["precision"] or "")
+        marks: list[Any] = [fields[name] or "" for name in ("tuned", "precision", "layout")]
+        return KernelSpec(fields["operation"], *formats, *numbers, *marks)
 
 
 def row_tile_for(rows: int) -> int:

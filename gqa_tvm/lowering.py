@@ -15,6 +15,7 @@ from .kernels import KernelSpec
 from .loops.append import append
 from .loops.decode import flash_decode
 from .loops.naive import naive
+from .loops.packed_append import packed_append
 from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
@@ -44,7 +45,9 @@ def kernel_loops(spec: KernelSpec, sizes: BlockSizes):
         "qk_gemm": qk_gemm,
         "sv_gemm": sv_gemm,
     }
-    return append(spec) if spec.operation == "append" else loops[spec.operation](spec, sizes)
+    if spec.operation == "append":
+        return packed_append(spec) if spec.layout else append(spec)
+    return loops[spec.operation](spec, sizes)
 
 
 def fitted_sizes(spec: KernelSpec, sizes: BlockSizes) -> BlockSizes:

@@ -12,6 +12,7 @@ from .attributes import Attributes
 from .errors import InvalidArgument
 from .kernel_calls import AttentionCall
 from .kv_cache import plan_layout, prepare_presents
+from .kv_layout import check_packed_operator, kernel_view, layout_from, packed_arrays, packed_problem
 from .precision import precision_from
 from .prepared_call import Attention, Plan, PreparedCall, Signature, signature_of
 from .remembered_calls import RememberedCalls
@@ -44,7 +45,8 @@ class GroupQueryAttention:
     the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
     `.so` that gqa_tvm.build made), precision ("exact": as float32; for quantised caches "balanced": probabilities
     in 16 bits, "fast": query rows too), approximate_qk (INT8 caches with query rows in 8 bits; None = where the
-    environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1). The last two are heeded where the CPU has integer dot products.
+    environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1), kv_layout ("packed": past and present as `kv_layout` has them).
+    precision and approximate_qk are heeded where the CPU has integer dot products.
     Raises InvalidArgument. An instance holds `last_plan` and what it remembers of call signatures: no array, nothing
     that a result depends on.
     """
@@ -60,6 +62,7 @@ class GroupQueryAttention:
         target: str | None = None,
         precision: str = "exact",
         approximate_qk: bool | None = None,
+        kv_layout: str = "bnsh",
         **attributes: Any,
     ) -> None:
         try:
@@ -68,6 +71,9 @@ class GroupQueryAttention:
             raise InvalidArgument(f"GroupQueryAttention: {error}") from None
         self._strategy = strategy_from(strategy)
         self._precision = precision_from(precision, approximate_qk)
+        self._layout = layout_from(kv_layout)
+        if self._layout:
+            check_packed_operator(self.attributes, self._strategy)
         if num_threads is not None and (not isinstance(num_threads, int) or num_threads < 1):
             raise InvalidArgument(f"num_threads must be a positive integer or None, got {num_threads!r}")
         if library is not None and target is not None:
@@ -128,42 +134,54 @@ class GroupQueryAttention:
 
     def _run_validated(self, given: Sequence[Any]) -> GroupQueryAttentionResult:
         arrays = [as_array(array, name) for array, name in zip(given, _ARRAY_NAMES, strict=True)]
-        if any(array is not before for array, before in zip(arrays, given, strict=True)):
-            found = self._run_remembered(arrays)
-            if found is not None:
-                return found
         inputs, presents = Inputs._make(arrays[:-2]), (arrays[-2], arrays[-1])
-        problem = validate(self.attributes, inputs)
-        prepared = self._prepare(inputs, presents, problem)
-        return self._run(inputs, prepared, problem, presents)
+        if self._layout:
+            packed = packed_arrays(inputs, presents)
+            result = self._run_converted(packed.inputs, packed.presents)
+            keys, values = packed.results(result.present_key, result.present_value)
+            return result._replace(present_key=keys, present_value=values)
+        if all(array is before for array, before in zip(arrays, given, strict=True)):
+            return self._run(inputs, presents)
+        return self._run_converted(inputs, presents)
 
-    def _prepare(self, inputs: Inputs, presents: Presents, problem: Problem) -> PreparedCall:
-        """What only the signature of a valid call decides, worked out once."""
+    def _run_converted(self, inputs: Inputs, presents: Presents) -> GroupQueryAttentionResult:
+        """As `__call__`, of arrays made of the caller's."""
+        return self._run_remembered((*inputs, *presents)) or self._run(inputs, presents)
+
+    def _prepare(self, inputs: Inputs, presents: Presents) -> tuple[PreparedCall, Problem]:
+        """Validate the call; what only its signature decides is worked out once."""
+        problem = validate(self.attributes, inputs)
+        if self._library is None:
+            self._library = library_for(self._target, self._library_path)
+            self._remembered.start(self._num_threads)
+        if self._layout:
+            problem = packed_problem(problem, self._library.sizes.default, self._library.target)
         signature = signature_of((*inputs, *presents))
         prepared = self._prepared.get(signature)
         if prepared is None:
-            if self._library is None:
-                self._library = library_for(self._target, self._library_path)
-                self._remembered.start(self._num_threads)
             rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
             prepared = PreparedCall(
-                self.attributes, inputs, problem, self._library, rules, self._num_threads, self._precision
+                *(self.attributes, inputs, problem, self._library, rules),
+                *(self._num_threads, self._precision, self._layout),
             )
             if len(self._prepared) >= _REMEMBERED:
                 self._prepared.clear()
             self._prepared[signature] = prepared
-        return prepared
+        return prepared, problem
 
-    def _run(
-        self, inputs: Inputs, prepared: PreparedCall, problem: Problem, presents: Presents
-    ) -> GroupQueryAttentionResult:
+    def _run(self, inputs: Inputs, presents: Presents) -> GroupQueryAttentionResult:
+        """The long way."""
+        prepared, problem = self._prepare(inputs, presents)
         attention = prepared.attention(problem)
         layout = plan_layout(self.attributes, problem)
         keys, values = prepare_presents(inputs, presents, problem, layout)
         output_qk = self._allocate_output_qk(problem)
         shape = (problem.batch_size, problem.sequence_length, problem.num_heads, problem.head_size)
         output = aligned_empty(shape, problem.query_dtype)
-        call = AttentionCall(inputs, prepared.forms, problem, layout.entries, (keys.storage, values.storage), output)
+        caches = keys.storage, values.storage
+        if self._layout:
+            caches = kernel_view(caches[0], "key_cache"), kernel_view(caches[1], "value_cache")
+        call = AttentionCall(inputs, prepared.forms, problem, layout.entries, caches, output)
         launcher().use_threads(self._num_threads)
         keys.start()
         values.start()

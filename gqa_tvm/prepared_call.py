@@ -10,7 +10,7 @@ import numpy as np
 
 from .attributes import Attributes
 from .kernel_calls import ArgumentForms
-from .kernels import FORMATS, KernelSpec, Precision, decode_row_tile, prefill_row_block
+from .kernels import FORMATS, KernelSpec, Layout, Precision, decode_row_tile, prefill_row_block
 from .runtime import KernelLibrary
 from .schedules.block_sizes import BlockSizes, multiplies_digits
 from .strategy import Choice, Strategy, StrategyRules
@@ -69,12 +69,13 @@ class PreparedCall:
         rules: StrategyRules,
         num_threads: int,
         precision: Precision = "",
+        layout: Layout = "",
     ) -> None:
         self._library, self._rules, self._num_threads = library, rules, num_threads
         self._attributes = attributes
         self._precision = precision
         formats = FORMATS[problem.query_dtype.name], FORMATS[problem.cache_dtype.name]
-        self._append = KernelSpec("append", *formats, problem.head_size)  # type: ignore[arg-type]
+        self._append = KernelSpec("append", *formats, problem.head_size, layout=layout)  # type: ignore[arg-type]
         self.append = library.kernel(self._append)
         self.forms = ArgumentForms.of(attributes, inputs, problem, self._append.query)
         # The same for every T of a signature: see tuned_sizes.ORDER_FIELDS.

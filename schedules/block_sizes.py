@@ -21,6 +21,9 @@ _UNSIGNED_DOT_BYTES = (64, 32)
 _DOT_KEYS = 256
 # Rows pad their vectors much if more than one byte of so many is padding.
 _MOST_PADDING = 8
+# Packed caches are read by this instruction; their stored columns come in vectors of so many.
+_PACKED_DOT_BYTES = 64
+_PACKED_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,11 @@ class BlockSizes:
             return columns % self.dot_bytes == 0
         return self.value_width(columns) > 0
 
+    def reads_packed(self, columns: int) -> bool:
+        """Whether there are kernels over packed caches of so many stored columns."""
+        has_dots = bool(self.split_prefill) and self.dot_bytes == _PACKED_DOT_BYTES
+        return has_dots and columns % _PACKED_COLUMNS == 0 and columns <= _PREFILL_COLUMNS
+
     def decode_key_tile(self, row_tile: int) -> int:
         """Keys whose row_tile partial sums fill the accumulators, a power of two so that it divides the block."""
         keys = max(1, self.decode_accumulators // row_tile)
@@ -246,6 +254,8 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
     Its small buffers must keep storage of their own: shared with one that is indexed at run time, vectors of digits
     would go through memory.
     """
+    if spec.layout:
+        return spec.operation in ("flash_prefill", "flash_decode")
     if spec.operation == "flash_prefill":
         return sizes.splits_prefill(spec.cache, spec.cache_columns)
     if spec.operation == "qk_gemm" and sizes.dot_bytes not in _UNSIGNED_DOT_BYTES:
@@ -258,7 +268,7 @@ def multiplies_digits(spec: KernelSpec, sizes: BlockSizes) -> bool:
 def decode_columns(spec: KernelSpec, sizes: BlockSizes) -> int:
     """Columns of a row of flash_decode's accumulators: those of the cache, padded to whole vectors."""
     columns = spec.cache_columns
-    split = multiplies_digits(spec, sizes) and sizes.dot_bytes in _UNSIGNED_DOT_BYTES
+    split = not spec.layout and multiplies_digits(spec, sizes) and sizes.dot_bytes in _UNSIGNED_DOT_BYTES
     width = sizes.dot_width(columns) if split else sizes.lanes
     return -(-columns // width) * width
 

@@ -102,13 +102,13 @@ def values_by_vectors(sch: Schedule, suffix: str) -> None:
     arrange_block(sch, f"v{suffix}", vnni.register_arrange_values_in_order)
 
 
-def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str, width: int = 0) -> None:
     """acc: a tile of rows x vectors of columns, with all digits, stays in registers over the keys of the block."""
     product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
     m, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
     columns = int(sch.get(column).extent)
-    lanes = sizes.value_width(columns) // _KEYS
+    lanes = (width or sizes.value_width(columns)) // _KEYS
     all_rows = int(sch.get(m).extent)
     rows, vectors = _value_tile(all_rows, columns // lanes, digits, sizes.dot_sums)
     m_outer, m_inner = sch.split(m, [None, rows])

@@ -1,12 +1,15 @@
 """AVX-512 with VNNI: int8 and int4 decode by integer dot products where that is faster, else as AVX-512."""
 
-from . import generic, split_prefill_steps, split_steps, steps
+from . import generic, packed_steps, split_prefill_steps, split_steps, steps
 from .block_sizes import BlockSizes
 from .generic import *  # noqa: F403
 
 
 def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
     """As generic, with the products of a split-integer kernel on byte dot products."""
+    if packed_steps.reads_packed(sch):
+        packed_steps.schedule_prefill(sch, sizes)
+        return
     if not split_steps.multiplies_digits(sch):
         generic.schedule_flash_prefill(sch, sizes)
         return
@@ -24,6 +27,9 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
     """As generic, with the products of a split-integer kernel on byte dot products."""
+    if packed_steps.reads_packed(sch):
+        packed_steps.schedule_decode(sch, sizes)
+        return
     if not split_steps.multiplies_digits(sch):
         generic.schedule_flash_decode(sch, sizes, row_tile, columns)
         return

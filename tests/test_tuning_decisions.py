@@ -23,7 +23,7 @@ from gqa_tvm.tuning.task import Cell, Task
 TARGET = find_target("x86-avx512", "x86-64")
 DEFAULT = default_block_sizes(family_facts(TARGET))
 UNROLLED = replace(DEFAULT, decode_sv_unroll=8)
-LONG_BLOCKS = replace(DEFAULT, decode_kv_block=128)
+LONG_BLOCKS = replace(DEFAULT, decode_kv_block=256)
 TASK = Task(KernelSpec.parse("flash_decode_f32_f32_h64_r1"), 1, (512, 4096), (1,))
 SHORT, LONG = TASK.cells
 
@@ -114,7 +114,7 @@ def test_one_order_of_additions_for_all_cells():
     """The fastest candidate of each cell would add in two orders: one of them serves both."""
     bench = FakeBench({UNROLLED: speeds([1.3, 1.3], [1.0, 1.0]), LONG_BLOCKS: speeds([1.1, 1.1], [1.5, 1.5])})
     _, records = tune(FakeSearcher([UNROLLED, LONG_BLOCKS]), bench)
-    assert [record.sizes["decode_kv_block"] for record in records] == [128, 128]
+    assert [record.sizes["decode_kv_block"] for record in records] == [256, 256]
 
 
 def test_a_proposal_that_fails_leaves_room_for_the_next_order():
@@ -210,7 +210,7 @@ def record(total: int, sizes: dict[str, object], group_size: int = 1) -> TunedRe
 
 def test_logs_replace_what_they_contradict(tmp_path):
     log = SizesLog(tmp_path, TARGET, DEFAULT)
-    log.merge([record(512, {"decode_kv_block": 128}), record(4096, {"decode_kv_block": 128})], {"cpu": "a"})
+    log.merge([record(512, {"decode_kv_block": 256}), record(4096, {"decode_kv_block": 256})], {"cpu": "a"})
     log.merge([record(4096, {}, group_size=2)], {"cpu": "a"})
     again = SizesLog(tmp_path, TARGET, DEFAULT)
     again.merge([record(512, {"decode_sv_unroll": 8})], {"cpu": "b"})

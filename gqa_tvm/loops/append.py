@@ -56,7 +56,7 @@ def append(spec: KernelSpec):
         first_value_head: T.int32,
     ):
         T.func_attr({"global_symbol": spec.name, "tirx.noalias": True})
-        p = _declare(
+        p = declare_append(
             spec,
             (key_, value_, key_cache_, value_cache_, entries_),
             (positions_, cos_, sin_, norm_weight_),
@@ -88,7 +88,8 @@ def append(spec: KernelSpec):
     return kernel
 
 
-def _declare(spec: KernelSpec, tensors, row_inputs, scales):
+def declare_append(spec: KernelSpec, tensors, row_inputs, scales):
+    """The tensor parameters of append by name, matched to their handles."""
     batch, tokens, kv_heads, capacity = (dimension(n) for n in ("B", "S", "N_kv", "C"))
     key, value, key_cache, value_cache, entries = tensors
     *rotary, norm_weight = row_inputs

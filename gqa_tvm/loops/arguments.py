@@ -9,6 +9,7 @@ from tvm.script.ir_builder import IRBuilder
 
 from ..definitions.half import STORAGE_DTYPES
 from ..definitions.kv_quantize import CACHE_DTYPES
+from ..kernel_arguments import PACKED_KEYS
 from ..kernels import KernelSpec
 
 _ELEMENT_BYTES = {"int8": 1, "uint8": 1, "float16": 2, "uint16": 2, "float32": 4, "int32": 4, "int64": 8}
@@ -54,7 +55,11 @@ def buffer_parameter(name: str, handle, shape, dtype="float32", strides=None):
 
 
 def declare_cache(spec: KernelSpec, name: str, handle, batch, kv_heads, capacity):
-    """A key or value cache [B, N_kv, C, columns] with free outer strides."""
+    """A key or value cache [B, N_kv, C, columns] with free outer strides; packed: [B, N_kv, C / n, n columns]."""
+    if spec.layout:
+        keys = PACKED_KEYS[name]
+        packed = (batch, kv_heads, dimension(f"{name}_rows"), keys * spec.cache_columns)
+        return buffer_parameter(name, handle, packed, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
     shape = (batch, kv_heads, capacity, spec.cache_columns)
     return buffer_parameter(name, handle, shape, CACHE_DTYPES[spec.cache], ("batch", "head", "row", 1))
 

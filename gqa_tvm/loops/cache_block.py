@@ -22,6 +22,11 @@ class CacheBlock(NamedTuple):
     kv_block: int
 
 
+def keys_per_row(spec: KernelSpec, cache) -> int:
+    """Keys that lie in a row of a cache buffer [B, N_kv, rows, columns]: several where the cache is packed."""
+    return int(cache.shape[3]) // spec.cache_columns if spec.layout else 1
+
+
 def decoded_cache(spec: KernelSpec, rows: int, columns: int, name: str):
     """TE tensors (cache rows [rows, C], last readable row, decoded [rows, E, columns] float32)."""
     cache_rows = te.placeholder((rows, spec.cache_columns), CACHE_DTYPES[spec.cache], name="rows")
@@ -31,11 +36,18 @@ def decoded_cache(spec: KernelSpec, rows: int, columns: int, name: str):
 
 def cache_region(spec: KernelSpec, block: CacheBlock):
     """The block's region of the cache; it may reach past the end, steps clamp their reads."""
-    at = tirx.Cast("int64", block.begin)
-    return block.cache[block.b, block.n, at : at + block.kv_block, 0 : spec.cache_columns]
+    keys = keys_per_row(spec, block.cache)
+    first = block.begin if keys == 1 else tirx.floordiv(block.begin, T.int32(keys))
+    at = tirx.Cast("int64", first)
+    return block.cache[block.b, block.n, at : at + block.kv_block // keys, 0 : keys * spec.cache_columns]
 
 
 def match_cache(spec: KernelSpec, region, dtype: str, rows: int):
-    """The region as a [rows, C] buffer of the current block, whatever the cache's row stride."""
+    """The region of so many keys as a [rows, C] buffer of the current block, whatever the cache's row stride.
+
+    Packed: [rows / n, n C] for n keys in a row.
+    """
     stride = T.int64()
-    return T.match_buffer(region, (rows, spec.cache_columns), dtype, strides=(stride, 1), offset_factor=1, align=1)
+    keys = keys_per_row(spec, region.source)
+    shape = (rows // keys, keys * spec.cache_columns)
+    return T.match_buffer(region, shape, dtype, strides=(stride, 1), offset_factor=1, align=1)

@@ -20,7 +20,7 @@ from ..definitions.split_vectors import RowVectors
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
-from . import split_signed_rows
+from . import packed_rows, split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .row_state import clear_state, same_position, write_output
@@ -169,6 +169,8 @@ def _clear_padding(spec, shape: DecodeShape, query, r, e, position):
 
 def split_form(spec: KernelSpec, sizes):
     """What multiplies by integer dot products, None = float32."""
+    if spec.layout:
+        return packed_rows
     if not sizes.splits_integers(spec.cache, spec.cache_columns, spec.row_tile, spec.precision):
         return None
     if sizes.dot_bytes == split_signed.DOT_BYTES:
@@ -240,7 +242,7 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    qk = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    qk = split.qk_split_step(spec, R, BC if spec.layout else QK_KEYS) if split else qk_rows_first_step(spec, shape)
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
 
     @T.prim_func(s_tir=True)

@@ -7,7 +7,7 @@ from tvm.script import tirx as T
 from ..definitions import split_signed
 from ..kernel_arguments import ENTRY_PAST, ENTRY_TOTAL
 from ..kernels import KernelSpec
-from . import split_prefill, split_signed_prefill
+from . import packed_prefill, split_prefill, split_signed_prefill
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
@@ -39,6 +39,8 @@ def _emit_block(spec, steps, x, scalars, rows, b, n, begin, total, state: RowsLa
 
 def _split_form(spec: KernelSpec, sizes):
     """The module that multiplies by integer dot products, None = float32."""
+    if spec.layout:
+        return packed_prefill
     if not sizes.splits_prefill(spec.cache, spec.cache_columns):
         return None
     return split_signed_prefill if sizes.dot_bytes == split_signed.DOT_BYTES else split_prefill

@@ -38,7 +38,7 @@ class SplitPrefillState(NamedTuple):
     weight: Any  # [M] float32
 
 
-def _query_step(spec: KernelSpec, sizes, rows: int, digits: int):
+def query_step(spec: KernelSpec, sizes, rows: int, digits: int):
     padded = sizes.padded_columns(spec.cache_columns)
     query_t = te.placeholder((spec.cache_planes, padded, rows), name="query_t")
     return make_step([query_t, *sp.query_words(query_t, spec.cache_columns, spec.cache, digits)])
@@ -53,7 +53,7 @@ def _qk_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: st
     return make_step([cache_rows, last_row, words, offsets, down, scores], suffix)
 
 
-def _softmax_step(kv_block: int, rows: int, suffix: str):
+def softmax_step(kv_block: int, rows: int, suffix: str):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
     return make_step([scores, m_old, l_old, *sp.block_softmax(scores, m_old, l_old)], suffix)
@@ -74,9 +74,9 @@ def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int, suf
 def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
     query_digits, probability_digits = si.prefill_digits(spec.precision)
     return SplitPrefillSteps(
-        _query_step(spec, sizes, rows, query_digits),
+        query_step(spec, sizes, rows, query_digits),
         _qk_step(spec, kv_block, rows, query_digits, suffix),
-        _softmax_step(kv_block, rows, suffix),
+        softmax_step(kv_block, rows, suffix),
         _sv_step(spec, sizes, kv_block, rows, probability_digits, suffix),
         kv_block,
         suffix,

@@ -59,27 +59,8 @@ class SplitRowsForm:
 
     def split_rows(self, spec: KernelSpec, query, count, target: SplitRows) -> None:
         """Fill `target` from the first `count` rows of query [rows, E, padded C] float32."""
-        planes, columns = spec.cache_planes, self.columns
-        digits, _ = si.decode_digits(spec.precision)
-        # Whole vectors with a run-time index: the only kind of object for which LLVM aligns the stack to vectors,
-        # without which those it spills there straddle cache lines.
-        scales = T.sblock_alloc_buffer((int(query.shape[0]),), f"float32x{self.lanes}")
-        largest = T.sblock_alloc_buffer((1,), "int32")
-        row = T.sblock_alloc_buffer((digits, planes, columns), "int8")
-        with T.serial(0, count) as r:
-            T.buffer_store(largest, T.int32(0), [0])
-            with T.grid(planes, columns) as (e, c):
-                T.buffer_store(largest, tirx.max(largest[0], magnitude_bits(query[r, e, c])), [0])
-            finite = T.bind(si.is_finite(largest[0]))
-            up, down = (T.bind(scale) for scale in si.row_scales(largest[0], digits))
-            T.buffer_store(scales, tirx.Broadcast(down, self.lanes), [r])
-            with T.grid(planes, columns) as (e, c):
-                fixed = T.bind(si.fixed_point(tirx.Select(finite, query[r, e, c], T.float32(0)), up))
-                for d, digit in enumerate(si.signed_digits(fixed, digits)):
-                    T.buffer_store(row, digit, [d, e, c])
-            _spread(spec, self.keys, row, r, target)
-        with T.serial(0, count) as r:
-            T.buffer_store(target.down, tirx.Shuffle([scales[r]], [T.int32(0)]), [r])
+        spread = lambda row, r: _spread(spec, self.keys, row, r, target)  # noqa: E731
+        write_digits(spec, query, count, target.down, self.lanes, spread)
 
     def qk_split_step(self, spec: KernelSpec, row_tile: int, kv_block: int):
         """scores = query keys^T; arguments: cache rows, last row, the fields of `SplitRows`, scores."""
@@ -109,6 +90,34 @@ class SplitRowsForm:
     ) -> None:
         """scores [R, kv_block] by steps of QK_KEYS keys; tile_of: view of an operand's tile."""
         _emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+
+
+def write_digits(spec: KernelSpec, query, count, down, lanes: int, spread) -> None:
+    """The digits of the first `count` rows of query [rows, E, columns] float32, and `down` [rows].
+
+    spread: function (digits [D, E, columns] int8, row) that stores a row's digits as the products take them.
+    """
+    planes, columns = (int(n) for n in query.shape[1:])
+    digits, _ = si.decode_digits(spec.precision)
+    # Whole vectors with a run-time index: the only kind of object for which LLVM aligns the stack to vectors,
+    # without which those it spills there straddle cache lines.
+    scales = T.sblock_alloc_buffer((int(query.shape[0]),), f"float32x{lanes}")
+    largest = T.sblock_alloc_buffer((1,), "int32")
+    row = T.sblock_alloc_buffer((digits, planes, columns), "int8")
+    with T.serial(0, count) as r:
+        T.buffer_store(largest, T.int32(0), [0])
+        with T.grid(planes, columns) as (e, c):
+            T.buffer_store(largest, tirx.max(largest[0], magnitude_bits(query[r, e, c])), [0])
+        finite = T.bind(si.is_finite(largest[0]))
+        up, down_factor = (T.bind(scale) for scale in si.row_scales(largest[0], digits))
+        T.buffer_store(scales, tirx.Broadcast(down_factor, lanes), [r])
+        with T.grid(planes, columns) as (e, c):
+            fixed = T.bind(si.fixed_point(tirx.Select(finite, query[r, e, c], T.float32(0)), up))
+            for d, digit in enumerate(si.signed_digits(fixed, digits)):
+                T.buffer_store(row, digit, [d, e, c])
+        spread(row, r)
+    with T.serial(0, count) as r:
+        T.buffer_store(down, tirx.Shuffle([scales[r]], [T.int32(0)]), [r])
 
 
 def _spread(spec: KernelSpec, vectors: RowVectors, row, r, target: SplitRows) -> None:

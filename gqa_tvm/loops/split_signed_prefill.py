@@ -12,7 +12,7 @@ from ..definitions import split_signed_prefill as signed
 from ..definitions.split_signed import DOT_BYTES
 from ..kernels import KernelSpec
 from .splice import make_step
-from .split_prefill import SplitPrefillSteps, _softmax_step
+from .split_prefill import SplitPrefillSteps, softmax_step
 from .split_rows import stored_rows
 
 
@@ -63,7 +63,7 @@ def split_prefill_steps(spec: KernelSpec, _sizes, kv_block: int, rows: int, suff
     return SplitPrefillSteps(
         _query_step(spec, rows),
         _qk_step(spec, kv_block, rows, suffix),
-        _softmax_step(kv_block, rows, suffix),
+        softmax_step(kv_block, rows, suffix),
         _sv_step(spec, kv_block, rows, suffix),
         kv_block,
         suffix,

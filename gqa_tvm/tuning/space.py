@@ -17,7 +17,7 @@ from ..targets import TargetFacts
 
 _Q_BLOCKS = (64, 96, 128)
 _KV_BLOCKS = (32, 64, 128)
-_DECODE_KV_BLOCKS = (32, 64, 128)
+_DECODE_KV_BLOCKS = (64, 128, 256)
 _DECODE_ACCUMULATORS = (8, 16)
 # Longer chunks than the default would leave cores without work where there are more of them than here.
 _KV_CHUNKS = (256, 512)

@@ -1,0 +1,122 @@
+"""Schedules of the kernels over packed caches: vectors go from memory into products as they are."""
+
+from __future__ import annotations
+
+from . import generic, split_prefill_steps, steps
+from . import intrinsics_vnni as vnni
+from .block_sizes import BlockSizes, largest_divisor
+from .intrinsics_packed import register_arrange_packed, register_dot_packed_keys
+from .split_steps import _by_vectors, _has_block
+from .steps import Schedule, _own_loops
+
+_BYTES = 64
+_LANES = 16
+# Rows of a tile of scores: with four digits, 28 sums beside a vector of keys and a constant.
+_QK_ROWS = 7
+# Sums of a register tile: they leave room for the operands of its products.
+_SUMS = 24
+
+
+def reads_packed(sch: Schedule) -> bool:
+    """Whether the kernel was made for a packed cache."""
+    return _has_block(sch, "packed_k")
+
+
+def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
+    """flash_decode: a word of a query row meets the words of many keys."""
+    steps.parallelize_tasks(sch)
+    steps.parallelize_tasks(sch, "merge")
+    _tile_qk(sch)
+    generic._schedule_few_rows_softmax(sch, sizes)
+    _probabilities_by_vectors(sch, sizes)
+    _tile_sv(sch)
+
+
+def _tile_qk(sch: Schedule) -> None:
+    """Scores [m, t]: the sums of 16 keys x rows x digits stay in registers over the head.
+
+    Keys come in the order of memory: with more of them at a time, the CPU no longer foresees what is read.
+    """
+    scores, sums = sch.get_sblock("qk"), sch.get_sblock("packed_sums")
+    m, t = _own_loops(sch, scores, 2)
+    rows = largest_divisor(int(sch.get(m).extent), _QK_ROWS)
+    t, lane = sch.split(t, [None, _LANES])
+    m_outer, m_inner = sch.split(m, [None, rows])
+    sch.reorder(t, m_outer, m_inner, lane)
+    sch.compute_at(sums, m_outer, preserve_unit_loops=True)
+    sch.unroll(m_inner)
+    sch.vectorize(lane)
+    t, m, d, lane, e, c, q = _own_loops(sch, sums, 7)
+    sch.reorder(c, e, t, m, d, lane, q)
+    codes = sch.get_sblock("packed_k")
+    sch.compute_at(codes, c, preserve_unit_loops=True)
+    _by_vectors(sch, codes, 4)
+    for loop in (e, t, m, d):
+        sch.unroll(loop)
+    _by_vectors(sch, sch.decompose_reduction(sums, c), 4)
+    sch.tensorize(lane, register_dot_packed_keys())
+
+
+def _probabilities_by_vectors(sch: Schedule, sizes: BlockSizes) -> None:
+    """Bytes of the probabilities of 16 keys: one shuffle of a register."""
+    steps.reduce_along_row(sch, "p_max", sizes.lanes)
+    arrange, fixed = sch.get_sblock("packed_p"), sch.get_sblock("p_fixed")
+    _, t, x = _own_loops(sch, arrange, 3)
+    sch.compute_at(fixed, t, preserve_unit_loops=True)
+    _by_vectors(sch, fixed, 2)
+    sch.tensorize(x, register_arrange_packed())
+
+
+def _tile_sv(sch: Schedule) -> None:
+    """acc: the sums of a row's digits x vectors of columns stay in registers over the keys.
+
+    As many vectors as fit, whose values come in the order of memory; further rows find them in the first-level cache.
+    """
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
+    _, e, column = _own_loops(sch, result, 3)
+    digits = int(sch.get(product).writes[0].source.shape[1])
+    planes, vectors = int(sch.get(e).extent), int(sch.get(column).extent) // _LANES
+    vectors = largest_divisor(vectors, _SUMS // (digits * planes))
+    column_outer, vector, lane = sch.split(column, [None, vectors, _LANES])
+    sch.reorder(column_outer, e, vector, lane)
+    sch.compute_at(product, column_outer, preserve_unit_loops=True)
+    for loop in (e, vector):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    m, d, e, column, t, b = _own_loops(sch, product, 6)
+    vector, lane = sch.split(column, [None, _LANES])
+    sch.reorder(t, vector, e, m, d, lane, b)
+    if _has_block(sch, "packed_v"):
+        codes = sch.get_sblock("packed_v")
+        sch.compute_at(codes, vector, preserve_unit_loops=True)
+        _by_vectors(sch, codes, 3)
+    for loop in (vector, e, m, d):
+        sch.unroll(loop)
+    zeros = sch.decompose_reduction(product, t)
+    _by_vectors(sch, zeros, 5)
+    sch.tensorize(lane, vnni.register_dot_values(_BYTES))
+
+
+def _codes_by_vectors(sch: Schedule, name: str, loops: int) -> None:
+    """Codes [.., plane, .., byte] so that one load of a vector serves every plane."""
+    *outer, byte = _own_loops(sch, sch.get_sblock(name), loops)
+    first, inner = sch.split(byte, [None, _BYTES])
+    plane = outer[1]
+    sch.reorder(outer[0], *outer[2:], first, plane, inner)
+    sch.unroll(plane)
+    sch.vectorize(inner)
+
+
+def schedule_prefill(sch: Schedule, sizes: BlockSizes) -> None:
+    """flash_prefill: words of keys serve all rows, rows as lanes."""
+    generic._schedule_rows_last_task(sch, sizes)
+    split_prefill_steps.digits_of_rows(sch, sizes)
+    for suffix in ("", "_tail"):
+        _codes_by_vectors(sch, f"packed_k{suffix}", 4)
+        split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
+        generic._schedule_rows_last_bias(sch, sizes, suffix)
+        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
+        split_prefill_steps.probabilities_by_vectors(sch, suffix)
+        if _has_block(sch, f"packed_v{suffix}"):
+            _codes_by_vectors(sch, f"packed_v{suffix}", 3)
+        split_prefill_steps.tile_sv_for_rows(sch, sizes, suffix, _BYTES)
