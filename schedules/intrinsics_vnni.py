@@ -281,8 +281,8 @@ def register_group_sum(size: int, groups: int) -> str:
     def function(emit):
         @T.prim_func(s_tir=True)
         def body(a: T.handle, c: T.handle) -> None:
-            A = T.match_buffer(a, (groups, lanes), "float32", offset_factor=1, align=4, strides=[T.int64(), 1])
-            C = T.match_buffer(c, (lanes,), "float32", offset_factor=1, align=4)
+            A = T.match_buffer(a, (groups, lanes), "int32", offset_factor=1, align=4, strides=[T.int64(), 1])
+            C = T.match_buffer(c, (lanes,), "int32", offset_factor=1, align=4)
             with T.sblock("root"):
                 T.reads(C[0:lanes], A[0:groups, 0:lanes])
                 T.writes(C[0:lanes])
@@ -309,6 +309,6 @@ def _group_pair_sum(a, b, lanes: int):
     """Groups of 4 lanes: a0 + a1, a2 + a3, .., b0 + b1, .."""
     even = [8 * g + i for g in range(lanes // 4) for i in range(4)]
     shuffles = [tirx.Shuffle([a, b], [T.int32(lane + 4 * odd) for lane in even]) for odd in (0, 1)]
-    buffer = T.alloc_buffer((lanes,), "float32", annotations={"disable_lower_builtin": 1})
+    buffer = T.alloc_buffer((lanes,), "int32", annotations={"disable_lower_builtin": 1})
     T.buffer_store(buffer, shuffles[0] + shuffles[1], [T.ramp(0, 1, lanes)])
     return buffer[T.ramp(0, 1, lanes)]

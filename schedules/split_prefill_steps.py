@@ -60,7 +60,9 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
     key_tile = largest_divisor(keys, sizes.dot_sums // (digits * vectors))
     t_outer, t_inner = sch.split(t, [None, key_tile])
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
-    start_at_first_row(sch, m_outer, rows)
+    # Where registers are scarce, one of the sums would be spilled for it.
+    if _all_operands_stay(sizes):
+        start_at_first_row(sch, m_outer, rows)
     sch.reorder(m_outer, t_outer, t_inner, m_vectors, lane)
     sch.compute_at(sums, t_outer, preserve_unit_loops=True)
     for loop in (t_inner, m_vectors):

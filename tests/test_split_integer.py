@@ -136,14 +136,14 @@ def test_accumulator_positions_are_a_permutation(size):
     np.testing.assert_array_equal(positions // size, columns // size)
 
 
-@pytest.mark.parametrize(("target", "groups"), [(SPLIT, 4), ("x86-avx-vnni", 2)])
-def test_no_sum_overflows_at_the_extremes(target, groups):
-    for largest in (128 * 128 * si.LARGEST_LANE_COLUMNS, 255 * 128 * si.LARGEST_KEYS):
+@pytest.mark.parametrize("target", [SPLIT, "x86-avx-vnni"])
+def test_no_sum_overflows_at_the_extremes(target):
+    for largest in (128 * 128 * si.LARGEST_PRODUCTS, 255 * 128 * si.LARGEST_KEYS):
         assert largest * 2**8 + largest < 2**31
     sizes = machine_variant(target).sizes.default
-    columns = si.LARGEST_LANE_COLUMNS * groups
-    assert sizes.dot_width(columns) == 16 * groups
+    columns = si.LARGEST_PRODUCTS // 64 * 64
     assert sizes.splits_integers("i8", columns, 1) and not sizes.splits_integers("i8", columns + 64, 1)
+    assert sizes.splits_integers("i4", 512, 1) and 2 * 512 <= 16 * si.LARGEST_PRODUCTS
     large = replace(sizes, decode_kv_block=2 * si.LARGEST_KEYS)
     assert not large.splits_integers("i8", 64, 1)
 
@@ -232,7 +232,7 @@ def test_extreme_codes_and_digits_are_exact(cache):
 
 @needs_vnni
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "head_size"), [("i8", 4 * si.LARGEST_LANE_COLUMNS), ("i4", 2 * 512)])
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", si.LARGEST_PRODUCTS // 64 * 64), ("i4", 2 * 512)])
 def test_sums_at_their_bounds_do_not_overflow(cache, head_size):
     """The largest sums of all: keys of the least code win, whose values are the largest code."""
     attributes, inputs = _call(group=1, total=200, cache=cache, head_size=head_size)

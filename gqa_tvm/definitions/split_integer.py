@@ -6,8 +6,8 @@ float32. How many digits there are is the precision (`decode_digits`, `prefill_d
 (or three, where float32 itself sums a head in one chain) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
-No int32 overflows: a lane sums at most LARGEST_LANE_COLUMNS products of 128 * 128 for keys, the columns of a row by the
-groups of a vector, and LARGEST_KEYS of 255 * 128 for values; the join shifts the first digit's by 8 bits.
+No int32 overflows: a head is summed in int32 before anything is rounded, at most LARGEST_PRODUCTS products of 128 * 128
+(of INT4 codes 16 times as many), and LARGEST_KEYS of 255 * 128 for values; pairs of digits shift the first by 8 bits.
 
 The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's
 probabilities for 2^-24 of the largest of them: errors are relative to that, not to each element.
@@ -24,7 +24,7 @@ from tvm.tirx import op as tirx_op
 
 from .split_vectors import KEYS_PER_DOT, RowVectors
 
-LARGEST_LANE_COLUMNS = 256
+LARGEST_PRODUCTS = 508
 LARGEST_KEYS = 256
 # Zero of an unsigned key code.
 KEY_OFFSET = {"i8": 128, "i4": 8}
@@ -132,13 +132,23 @@ def unsigned_digit(fixed, d, digits: int):
     return tirx.Cast("uint8", (fixed >> shift) & _i32(255))
 
 
+def digit_pairs(count: int) -> int:
+    """Of so many digits, the last of which may be alone."""
+    return -(-count // 2)
+
+
 def join_digits(sums):
     """Exact int32 sums of 1 to 4 digits, most significant first, as float32 of their weighted sum; two roundings."""
     pairs = [first if second is None else (first << _i32(8)) + second for first, second in _pairs(sums)]
+    return join_pairs(pairs, len(sums))
+
+
+def join_pairs(pairs, count: int):
+    """As `join_digits`, of int32 sums of pairs of `count` digits: 256 times the first digit and the second."""
     upper = tirx.Cast("float32", pairs[0])
     if len(pairs) == 1:
         return upper
-    weight = 256.0 ** (2 - len(sums) % 2)
+    weight = 256.0 ** (2 - count % 2)
     return upper * tirx.const(weight, "float32") + tirx.Cast("float32", pairs[1])
 
 
@@ -217,19 +227,25 @@ def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors
         ),
         name="qk_sums",
     )
-    joined = te.compute(
-        (rows, keys // quad, lanes),
-        lambda m, t, lane: join_digits([sums[t, m, d, lane] for d in range(count)]),
-        name="qk_join",
-    )
+
+    def paired(m, i, t, lane):
+        first, second = (sums[t, m, tirx.min(2 * i + j, count - 1), lane] for j in range(2))
+        pair = (first << _i32(8)) + second
+        return pair if count % 2 == 0 else tirx.Select(i < count // 2, pair, first)
+
+    pairs = digit_pairs(count)
+    joined = te.compute((rows, pairs, keys // quad, lanes), paired, name="qk_join")
     group = te.reduce_axis((0, vectors.row_groups), name="group")
 
     def lane_of(t):
         lane = group * 4 + t % 4
         return lane if vectors.shared == 1 else t % quad // 4 * vectors.row_size // 4 + lane
 
-    total = te.compute((rows, keys), lambda m, t: te.sum(joined[m, t // quad, lane_of(t)], axis=group), name="qk_total")
-    return te.compute((rows, keys), lambda m, t: total[m, t] * down[m], name="qk")
+    total = te.compute(
+        (rows, pairs, keys), lambda m, i, t: te.sum(joined[m, i, t // quad, lane_of(t)], axis=group), name="qk_total"
+    )
+    score = lambda m, t: join_pairs([total[m, i, t] for i in range(pairs)], count) * down[m]  # noqa: E731
+    return te.compute((rows, keys), score, name="qk")
 
 
 def fixed_probabilities(p, field_of):
