@@ -20,7 +20,7 @@ from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .schedules.block_sizes import BlockSizes, multiplies_digits
-from .schedules.steps import FIRST_ROW
+from .schedules.steps import FIRST_ROW, UNROLL_FIRST
 from .targets import Target, llvm_target
 from .variants import Variant
 
@@ -172,6 +172,20 @@ def _start_loops(function):
     return function.with_body(tvm_ffi.structural_map(function.body, (tirx.For, start)))
 
 
+def _unroll_first():
+    """Unroll loops that a schedule has marked."""
+
+    def unroll(loop):
+        if UNROLL_FIRST not in loop.annotations:
+            return loop
+        at = lambda index: (tvm.ir.Var, lambda var: index if var.same_as(loop.loop_var) else var)  # noqa: E731
+        indices = (tirx.IntImm(str(loop.loop_var.ty), i) for i in range(int(loop.extent)))
+        copies = [tvm_ffi.structural_map(loop.body, at(index)) for index in indices]
+        return tirx.SeqStmt(copies) if len(copies) > 1 else copies[0]
+
+    return _rewrite_bodies((tirx.For, unroll))
+
+
 def _float16_by_integers():
     """Replace casts from and to float16, for targets without instructions for them."""
 
@@ -217,6 +231,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         _keep_bound_values(),
         s.CompactBufferAllocation(),
         s.LowerMatchBuffer(),
+        _unroll_first(),
         s.StmtSimplify(),
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),

@@ -9,6 +9,8 @@ from .block_sizes import BlockSizes, largest_divisor
 Schedule = s_tir.Schedule
 # A buffer [1] int32 of kernels, and the mark of loops that begin there.
 FIRST_ROW = "first_seeing_row"
+# The mark of loops that are unrolled before anything is simplified or vectorised.
+UNROLL_FIRST = "unroll_first"
 
 
 def _own_loops(sch: Schedule, block, count: int):
@@ -60,7 +62,8 @@ def decode_by_vectors(sch: Schedule, block_name: str, lanes: int) -> None:
     _, plane, column = _own_loops(sch, sch.get_sblock(block_name), 3)
     vectors, inner = sch.split(column, [None, lanes])
     sch.reorder(vectors, plane, inner)
-    sch.unroll(vectors)
+    # The last vector may reach beyond the row, where loads are not those of a vector.
+    sch.annotate(vectors, UNROLL_FIRST, True)
     sch.unroll(plane)
     sch.vectorize(inner)
 

@@ -8,7 +8,7 @@ import mmap
 import numpy as np
 import pytest
 from avx_vnni import BASE, TARGET, needs_stand_in, operator
-from operator_calls import assert_same_cache, copies, expected, make_call, run
+from operator_calls import assert_close, assert_same_cache, copies, expected, make_call, run
 from test_definitions import _run
 from tvm import te, tirx
 
@@ -164,3 +164,19 @@ def test_bytes_between_and_behind_rows_do_not_matter(target, base, cache, head_s
         np.testing.assert_array_equal(outputs[1], outputs[0])
         np.testing.assert_array_equal(outputs[2], outputs[0])
         assert not np.isnan(outputs[0]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["x86-avx512", "x86-avx2", "generic"])
+@pytest.mark.parametrize(("cache", "head_size"), [("i8", 72), ("i4", 100), ("f32", 70), ("f16", 9)])
+def test_float32_kernels_read_nothing_beyond_the_last_row(target, cache, head_size):
+    if missing_features(target):
+        pytest.skip(f"needs {target}")
+    guard = _Guarded()
+    for (tokens, total), strategy in zip([*SHAPES, (3, 50)], ("flash", "flash", "flash", "naive"), strict=True):
+        attributes, inputs = _call(cache, head_size, tokens, total)
+        wanted = expected(attributes, inputs).output
+        for name in ("key", "value"):
+            inputs[f"past_{name}"] = inputs[f"present_{name}"] = guard.copy(inputs[f"past_{name}"])
+        op = GroupQueryAttention(**attributes, target=target, strategy=strategy)
+        assert_close(op(**inputs).output, wanted)

@@ -69,6 +69,8 @@ def kv_dequantize(cache_rows, last_row, columns: int, cache: str, name: str):
         if columns == int(stored):
             return decode(cache_rows[row, column], plane, cache)
         inside = decode(cache_rows[row, tirx.min(column, int(stored) - 1)], plane, cache)
-        return tirx.Select(column < int(stored), inside, tirx.const(0.0, "float32"))
+        # Not a Select of the loaded value: TVM would find the clamp superfluous there, and yet load without it.
+        mask = tirx.Select(column < int(stored), tirx.const(-1, "int32"), tirx.const(0, "int32"))
+        return tirx.reinterpret("float32", tirx.reinterpret("int32", inside) & mask)
 
     return te.compute((rows, CACHE_PLANES[cache], columns), value, name=name)
