@@ -63,7 +63,7 @@ def decode_by_vectors(sch: Schedule, block_name: str, lanes: int) -> None:
     vectors, inner = sch.split(column, [None, lanes])
     sch.reorder(vectors, plane, inner)
     # The last vector may reach beyond the row, where loads are not those of a vector.
-    sch.annotate(vectors, UNROLL_FIRST, True)
+    sch.annotate(vectors, UNROLL_FIRST, 1)
     sch.unroll(plane)
     sch.vectorize(inner)
 
