@@ -33,7 +33,7 @@ _KINDS = {
         r"vpunpck\w*|vperm\w*|vpshuf\w*|vshuf\w*|vpalign\w*|vinsert\w*|vextract\w*|zip\d|uzp\d|trn\d|ext|tbl"
     ),
 }
-_ROUNDING = re.compile(r"vr(ound|ndscale)ps|roundps|frint")
+_CLAMP = re.compile(r"vmaxps|fmax")
 # Register tiles have more; loops over a row or the output have fewer.
 _FEWEST = 20
 _VECTOR = re.compile(r"%?[xyz]mm\d+|\bv\d+\.|\bq\d+")
@@ -93,8 +93,8 @@ def count(kernel: str, instructions: Sequence[str]) -> Loop:
 
 
 def multiplying_loops(kernel: str, assembly: str) -> list[Loop]:
-    """The innermost loops of both products (not of exp, which rounds), each shape once, most products first."""
-    loops = (loop for loop in innermost_loops(assembly) if not any(_ROUNDING.match(line) for line in loop))
+    """The innermost loops of both products (not of exp, which clamps), each shape once, most products first."""
+    loops = (loop for loop in innermost_loops(assembly) if not any(_CLAMP.match(line) for line in loop))
     found = {count(kernel, loop) for loop in loops}
     return sorted((loop for loop in found if loop.products >= _FEWEST), key=lambda loop: (-loop.products, loop))
 

@@ -42,6 +42,7 @@ def operators(call: Call, threads: int) -> dict[str, GroupQueryAttention]:
     library = KernelLibrary()
     library.variant = untuned_variant(library.target)
     default._library = library
+    default._remembered.start(threads)
     return {TUNED: tuned, DEFAULT: default}
 
 

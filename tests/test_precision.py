@@ -103,7 +103,9 @@ def test_what_has_no_such_kernel_is_exact(cache, head_size, extra, options):
 
 
 @needs_vnni
-@pytest.mark.parametrize(("head_size", "ran"), [(448, "approximate"), (100, "approximate"), (512, "exact"), (24, "exact")])
+@pytest.mark.parametrize(
+    ("head_size", "ran"), [(448, "approximate"), (100, "approximate"), (512, "exact"), (24, "exact")]
+)
 def test_equal_codes_at_their_largest(head_size, ran):  # B62
     """q and k of 127 everywhere: sums above 2^24 whose zero points cancel exactly; heads with a tail."""
     attributes, inputs = call(total=90, heads=1, kv_heads=1, head_size=head_size)
