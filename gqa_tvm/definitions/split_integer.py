@@ -36,6 +36,8 @@ _DECODE_DIGITS = {"": (4, 3), "balanced": (3, 2), "fast": (2, 2), "approximate":
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
+# The highest bit of a query row of four digits.
+_TOP_BIT = 30
 # The largest 2^f whose inverse is a normal float32, as exponent field.
 _LARGEST_FIELD = 253
 # Rounds the largest mantissas up to the next exponent: their integers would need a digit of 128.
@@ -66,13 +68,10 @@ def decode_digits(precision: str) -> tuple[int, int]:
     return _DECODE_DIGITS[precision]
 
 
-def signed_field(largest_bits, top_bit: int = 30):
-    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite).
-
-    top_bit: highest one of the integers, a multiple of 8 less 2.
-    """
+def signed_field(largest_bits):
+    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite)."""
     exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + top_bit) - exponent, _i32(_LARGEST_FIELD))
+    return tirx.min(_i32(2 * _EXPONENT_BIAS + _TOP_BIT) - exponent, _i32(_LARGEST_FIELD))
 
 
 def unsigned_field(largest_bits, digits: int):

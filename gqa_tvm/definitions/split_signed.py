@@ -33,7 +33,7 @@ def signed_nibble(byte, plane):
     return tirx.reinterpret("int8", upper ^ tirx.const(0x80, "uint8"))
 
 
-def _codes(arranged, planes: int, name: str):
+def codes_of_planes(arranged, planes: int, name: str):
     """Function (t, v, e, ..) of arranged bytes [t, v, ..]: int8 codes of plane e."""
     if planes == 1:
         return lambda t, v, e, *rest: arranged[(t, v, *rest)]
@@ -55,7 +55,7 @@ def key_codes(cache_rows, last_row, planes: int):
         lambda t, v, j, x: loaded[t * 4 + x // 4, v * DOT_BYTES + j * 4 + x % 4],
         name="arrange_k",
     )
-    return _codes(arranged, planes, "k")
+    return codes_of_planes(arranged, planes, "k")
 
 
 def value_codes(cache_rows, last_row, planes: int):
@@ -67,7 +67,7 @@ def value_codes(cache_rows, last_row, planes: int):
         lambda t, v, i, j, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * DOT_BYTES + i * 4 + x // 4],
         name="arrange_v",
     )
-    return _codes(arranged, planes, "v")
+    return codes_of_planes(arranged, planes, "v")
 
 
 def qk_gemm_digits(digits, down, code_at, shape):

@@ -14,7 +14,7 @@ from tvm import te, tirx
 
 from .half import magnitude_bits
 from .split_integer import fixed_point, is_finite, join_digits, load_rows, row_scales
-from .split_signed import CODE_FACTOR, DOT_BYTES, LARGEST_FIXED, VALUE_ROWS, signed_nibble
+from .split_signed import CODE_FACTOR, DOT_BYTES, LARGEST_FIXED, VALUE_ROWS, codes_of_planes
 
 # Keys of a tile of scores, rows of a vector.
 TILE_KEYS, ROWS = 8, 4
@@ -81,19 +81,6 @@ def query_digits(query_t, digits: int):
     return arranged, down
 
 
-def _codes(arranged, planes: int, name: str):
-    """Function (t, v, e, ..) of arranged bytes [t, v, ..]: int8 codes of plane e."""
-    keys, vectors, *inner = arranged.shape
-    if planes == 1:
-        return lambda t, v, e, *rest: arranged[(t, v, *rest)]
-    codes = te.compute(
-        (keys, vectors, planes, *inner),
-        lambda t, v, e, *rest: signed_nibble(arranged[(t, v, *rest)], e),
-        name=f"nibbles_{name}",
-    )
-    return lambda *index: codes[index]
-
-
 def key_codes(cache_rows, last_row, planes: int):
     """Function (t, v, e, j, h, x): of the keys 8 t + 4 h .. + 3, in lane x / 4, columns 16 v + 4 j .. + 3."""
     keys, columns = (int(n) for n in cache_rows.shape)
@@ -103,7 +90,7 @@ def key_codes(cache_rows, last_row, planes: int):
         lambda t, v, j, h, x: loaded[t * TILE_KEYS + h * 4 + x // 4, v * DOT_BYTES + j * 4 + x % 4],
         name="arrange_k",
     )
-    return _codes(arranged, planes, "k")
+    return codes_of_planes(arranged, planes, "k")
 
 
 def value_codes(cache_rows, last_row, planes: int):
@@ -115,7 +102,7 @@ def value_codes(cache_rows, last_row, planes: int):
         lambda t, v, i, j, h, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * DOT_BYTES + i * 8 + h * 4 + x // 4],
         name="arrange_v",
     )
-    return _codes(arranged, planes, "v")
+    return codes_of_planes(arranged, planes, "v")
 
 
 def qk_gemm_rows(digits, down, code_at, keys: int, fmt: str):
