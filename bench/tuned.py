@@ -41,8 +41,7 @@ def operators(call: Call, threads: int) -> dict[str, GroupQueryAttention]:
     tuned, default = (GroupQueryAttention(**call.attributes, num_threads=threads) for _ in range(2))
     library = KernelLibrary()
     library.variant = untuned_variant(library.target)
-    default._library = library
-    default._remembered.start(threads)
+    default.use_library(library)
     return {TUNED: tuned, DEFAULT: default}
 
 

@@ -148,20 +148,24 @@ class GroupQueryAttention:
         """As `__call__`, of arrays made of the caller's."""
         return self._run_remembered((*inputs, *presents)) or self._run(inputs, presents)
 
+    def use_library(self, library: KernelLibrary) -> KernelLibrary:
+        """Take the kernels from `library`, and return it; before the first call."""
+        self._library = library
+        self._remembered.start(self._num_threads)
+        return library
+
     def _prepare(self, inputs: Inputs, presents: Presents) -> tuple[PreparedCall, Problem]:
         """Validate the call; what only its signature decides is worked out once."""
         problem = validate(self.attributes, inputs)
-        if self._library is None:
-            self._library = library_for(self._target, self._library_path)
-            self._remembered.start(self._num_threads)
+        library = self._library or self.use_library(library_for(self._target, self._library_path))
         if self._layout:
-            problem = packed_problem(problem, self._library.sizes.default, self._library.target)
+            problem = packed_problem(problem, library.sizes.default, library.target)
         signature = signature_of((*inputs, *presents))
         prepared = self._prepared.get(signature)
         if prepared is None:
-            rules = StrategyRules(self._strategy, self._naive_only, self._library.sizes.default.few_rows)
+            rules = StrategyRules(self._strategy, self._naive_only, library.sizes.default.few_rows)
             prepared = PreparedCall(
-                *(self.attributes, inputs, problem, self._library, rules),
+                *(self.attributes, inputs, problem, library, rules),
                 *(self._num_threads, self._precision, self._layout),
             )
             if len(self._prepared) >= _REMEMBERED:

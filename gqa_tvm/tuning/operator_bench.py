@@ -84,7 +84,7 @@ class OperatorBench:
         library = KernelLibrary(self.target)
         library.variant = self.variant._replace(sizes=SizesTable(default, [record]))
         operator = GroupQueryAttention(**attributes, num_threads=threads)
-        operator._library = library
+        operator.use_library(library)
         return operator
 
 
