@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 
 from .definitions.half import float16_to_float32, float32_to_float16
+from .fetch_ahead import fetch_ahead
 from .kernels import KernelSpec
 from .loops.append import append
 from .loops.decode import flash_decode
@@ -236,6 +237,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),
         _start_at_first_row(),
+        fetch_ahead(),
         t.FlattenBuffer(),
         t.NarrowDataType(32),
         s.LoopPartition(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import intrinsics, steps
+from . import fetch, intrinsics, steps
 from .block_sizes import BlockSizes
 
 # What every target file has: its own functions, and these for the rest.
@@ -100,6 +100,7 @@ def schedule_flash_decode(sch: Schedule, sizes: BlockSizes, row_tile: int, colum
     _schedule_few_rows_qk(sch, sizes, row_tile, columns)
     _schedule_few_rows_softmax(sch, sizes)
     steps.tile_sv_for_few_rows(sch, sizes, row_tile, _is_padded(sizes, columns))
+    fetch.fetch_ahead(sch, sizes)
 
 
 def schedule_kv_quantize(sch: Schedule, sizes: BlockSizes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import generic, split_prefill_steps, steps
+from . import fetch, generic, split_prefill_steps, steps
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
 from .intrinsics_packed import register_arrange_packed, register_dot_packed_keys
@@ -30,6 +30,7 @@ def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
     generic._schedule_few_rows_softmax(sch, sizes)
     _probabilities_by_vectors(sch, sizes)
     _tile_sv(sch)
+    fetch.fetch_ahead(sch, sizes)
 
 
 def _tile_qk(sch: Schedule) -> None:

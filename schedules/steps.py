@@ -7,6 +7,8 @@ from tvm import s_tir
 from .block_sizes import BlockSizes, largest_divisor
 
 Schedule = s_tir.Schedule
+# The kind of a vectorised loop.
+VECTORIZED = 2
 # A buffer [1] int32 of kernels, and the mark of loops that begin there.
 FIRST_ROW = "first_seeing_row"
 # The mark of loops that are unrolled before anything is simplified or vectorised.
@@ -84,11 +86,8 @@ def reduce_down_columns(sch: Schedule, block_name: str, lanes: int, vectors: int
 def _vectorize_init(sch: Schedule, block_name: str) -> None:
     """Give the initialisation that decompose_reduction split off the tile's own loop kinds."""
     loops = _own_loops(sch, sch.get_sblock(block_name), 1)
-    if sch.get(loops[-1]).kind != _VECTORIZED:
+    if sch.get(loops[-1]).kind != VECTORIZED:
         sch.vectorize(loops[-1])
-
-
-_VECTORIZED = 2
 
 
 def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "qk") -> None:

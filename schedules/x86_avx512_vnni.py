@@ -1,6 +1,6 @@
 """AVX-512 with VNNI: int8 and int4 decode by integer dot products where that is faster, else as AVX-512."""
 
-from . import generic, packed_steps, split_prefill_steps, split_steps, steps
+from . import fetch, generic, packed_steps, split_prefill_steps, split_steps, steps
 from .block_sizes import BlockSizes
 from .generic import *  # noqa: F403
 
@@ -39,6 +39,7 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
     split_steps.tile_sv_for_dots(sch, row_tile, sizes.dot_sums)
+    fetch.fetch_ahead(sch, sizes)
 
 
 def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:

@@ -154,15 +154,6 @@ def stored_rows(spec: KernelSpec, kv_block: int):
     return rows, te.var("last_row", "int32")
 
 
-def _fetch_row(block: CacheBlock, row) -> None:
-    """Ask for a line of a cache row in the second-level cache, if there is such a row; the CPU's own prefetcher goes on
-    from there."""
-    at = T.bind(tirx.Cast("int64", tirx.min(row, block.begin + block.last)))
-    address = T.address_of(block.cache[block.b, block.n, at, 0])
-    locality_l2, read, data = T.int32(2), T.int32(0), T.int32(1)
-    T.evaluate(T.call_llvm_intrin("void", "llvm.prefetch", address, read, locality_l2, data))
-
-
 def _emit_qk_split(
     spec: KernelSpec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile_of, scores
 ) -> None:
@@ -175,9 +166,6 @@ def _emit_qk_split(
     with T.serial(0, shape.kv_block // QK_KEYS) as part:
         offset = T.bind(part * QK_KEYS)
         key = T.bind(begin + offset)
-        _fetch_row(values, key)
-        if shape.row_tile > 1:
-            _fetch_row(keys, key + shape.kv_block)
         region = cache_region(spec, keys._replace(begin=key, kv_block=QK_KEYS))
         target = scores[0 : shape.row_tile, offset : offset + QK_KEYS]
         with T.sblock("qk_step"):

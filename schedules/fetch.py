@@ -1,0 +1,49 @@
+"""Marks of loops over cache rows that fetch what later loops will read."""
+
+from __future__ import annotations
+
+from tvm import s_tir
+
+from .block_sizes import BlockSizes
+from .steps import UNROLL_FIRST, VECTORIZED, Schedule
+
+# The marks of a loop that reads rows: how many bytes ahead it fetches; and of the loops of its block around it.
+FETCH_AHEAD = "fetch_ahead"
+FETCH_AROUND = "fetch_around"
+# The blocks that read keys or values in flash_decode, the first that is there: loaded, decoded, or used as they are.
+_READERS = (
+    ("load_k", "packed_k", "dequantize_k", "qk_partial_update"),
+    ("load_v", "packed_v", "dequantize_v", "sv_product_update", "sv_product_update_o"),
+)
+
+
+def fetch_ahead(sch: Schedule, sizes: BlockSizes) -> None:
+    """Let the products of flash_decode fetch keys and values that come some rows after those that they read.
+
+    float32 rows are read vector by vector in the order of memory, which prefetchers of CPUs follow by themselves.
+    """
+    for readers in _READERS:
+        block = next(filter(None, (_block(sch, name) for name in readers)))
+        reads_codes = any(str(region.source.dtype) != "float32" for region in sch.get(block).reads)
+        if sizes.fetch_bytes and reads_codes:
+            _mark_loops(sch, block, sizes.fetch_bytes)
+
+
+def _block(sch: Schedule, name: str):
+    try:
+        return sch.get_sblock(name)
+    except s_tir.ScheduleError:
+        return None
+
+
+def _mark_loops(sch: Schedule, block, fetch_bytes: int) -> None:
+    loops = []
+    for loop in sch.get_loops(block):
+        if sch.get(loop).kind == VECTORIZED or UNROLL_FIRST in sch.get(loop).annotations:
+            break
+        loops.append(loop)
+    *around, innermost = loops
+    sch.annotate(innermost, FETCH_AHEAD, fetch_bytes)
+    for loop in around:
+        if int(sch.get(loop).extent) > 1:
+            sch.annotate(loop, FETCH_AROUND, 1)
