@@ -82,32 +82,11 @@ def _with_fetch(loop, around):
     column = column.base if isinstance(column, tirx.Ramp) else _at_zero(column, _loop_variables(loop.body))
     used = _variables((row, column))
     again = [each.loop_var for each in (loop, *around) if not _holds(used, each.loop_var)]
-    import os
-
-    whole = os.environ.get("WHOLE") == "1"
-    first_time = [
-        column == 0 if whole else tirx.floormod(column, _LINE_BYTES // width) == 0,
-        *(variable == 0 for variable in again),
-    ]
+    first_time = [tirx.floormod(column, _LINE_BYTES // width) == 0, *(variable == 0 for variable in again)]
     rows = max(1, int(loop.annotations[FETCH_AHEAD]) // (int(load.source.shape[3]) * width))
     # Beyond the row's end: of a row further on, the address would be computed anew for every load.
     ahead = tirx.Cast("int64", column) + load.source.strides[2] * tirx.IntImm("int64", rows)
     fetch = _fetch(tirx.BufferLoad(load.source, [batch, head, row, ahead]))
-    if whole:
-        fetch = (
-            tirx.SeqStmt(
-                [
-                    _fetch(
-                        tirx.BufferLoad(
-                            load.source, [batch, head, row, load.source.strides[2] * tirx.IntImm("int64", rows) + c]
-                        )
-                    )
-                    for c in range(0, int(load.source.shape[3]), _LINE_BYTES // width)
-                ]
-            )
-            if int(load.source.shape[3]) * width > 64
-            else fetch
-        )
     return tirx.SeqStmt([loop.body, tirx.IfThenElse(tirx.all(*first_time), fetch, None)])
 
 
