@@ -6,6 +6,8 @@ time, and vectors of digits are read between them.
 
 from __future__ import annotations
 
+import math
+
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -50,44 +52,61 @@ def _loops_around(body) -> dict:
         if FETCH_AHEAD in loop.annotations:
             around[loop.loop_var] = []
         if FETCH_AROUND in loop.annotations:
-            for variable in _loop_variables(loop.body):
-                if variable in around:
-                    around[variable].append(loop)
+            for inner in _loops(loop.body):
+                if inner.loop_var in around:
+                    around[inner.loop_var].append(loop)
         return loop
 
     tvm_ffi.structural_map(body, (tirx.For, find))
     return around
 
 
-def _loop_variables(body) -> list:
-    variables = []
+def _loops(body) -> list:
+    loops = []
 
     def find(loop):
-        variables.append(loop.loop_var)
+        loops.append(loop)
         return loop
 
     tvm_ffi.structural_map(body, (tirx.For, find))
-    return variables
+    return loops
 
 
 def _with_fetch(loop, around):
-    """The body of a loop, and a fetch for what it loads for the first time."""
-    load = _cache_load(loop.body)
-    if load is None:
+    """The body of a loop, and fetches for what it loads for the first time."""
+    loads = _cache_loads(loop.body)
+    if not loads:
         # A copy of the loop that sets sums to zero.
         return loop.body
-    width = tvm.DataType(str(load.source.dtype)).itemsize
-    batch, head, row, column = load.indices
-    # The first column of a vector.
-    column = column.base if isinstance(column, tirx.Ramp) else _at_zero(column, _loop_variables(loop.body))
+    cache = loads[0].source
+    width = tvm.DataType(str(cache.dtype)).itemsize
+    columns, line = int(cache.shape[3]), _LINE_BYTES // width
+    batch, head, row, column = loads[0].indices
+    column, lanes = _first_column(column, loop.body)
     used = _variables((row, column))
-    again = [each.loop_var for each in (loop, *around) if not _holds(used, each.loop_var)]
-    first_time = [tirx.floormod(column, _LINE_BYTES // width) == 0, *(variable == 0 for variable in again)]
-    rows = max(1, int(loop.annotations[FETCH_AHEAD]) // (int(load.source.shape[3]) * width))
+    first_time = [each.loop_var == 0 for each in (loop, *around) if not _holds(used, each.loop_var)]
+    if len(loads) > 1:
+        lines = [tirx.IntImm("int32", first) for first in range(0, columns, line)]
+    elif lanes < line:
+        lines = [column]
+        first_time.append(tirx.floormod(column, line) == 0)
+    else:
+        # Where a row is no multiple of a vector the last one ends with it, and begins in the line of the one before.
+        lines = [tirx.floordiv(column + (line - 1), line) * line if columns % lanes else column]
     # Beyond the row's end: of a row further on, the address would be computed anew for every load.
-    ahead = tirx.Cast("int64", column) + load.source.strides[2] * tirx.IntImm("int64", rows)
-    fetch = _fetch(tirx.BufferLoad(load.source, [batch, head, row, ahead]))
-    return tirx.SeqStmt([loop.body, tirx.IfThenElse(tirx.all(*first_time), fetch, None)])
+    ahead = cache.strides[2] * max(1, int(loop.annotations[FETCH_AHEAD]) // (columns * width))
+    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + tirx.Cast("int64", c)])) for c in lines]
+    if first_time:
+        fetches = [tirx.IfThenElse(tirx.all(*first_time), fetch, None) for fetch in fetches]
+    return tirx.SeqStmt([loop.body, *fetches])
+
+
+def _first_column(column, body):
+    """The first column of the vector that a body loads, and its lanes."""
+    if isinstance(column, tirx.Ramp):
+        return column.base, int(column.lanes)
+    inner = _loops(body)
+    return _at_zero(column, [loop.loop_var for loop in inner]), math.prod(int(loop.extent) for loop in inner)
 
 
 def _fetch(load):
@@ -119,8 +138,7 @@ def _at_zero(expression, variables):
     return tvm_ffi.structural_map(expression, (tvm.ir.Var, replace))
 
 
-def _cache_load(body):
-    """A load from a cache."""
+def _cache_loads(body) -> list:
     loads = []
 
     def find(load):
@@ -129,4 +147,4 @@ def _cache_load(body):
         return load
 
     tvm_ffi.structural_map(body, (tvm.ir.expr.TensorLoad, find))
-    return loads[0] if loads else None
+    return loads
