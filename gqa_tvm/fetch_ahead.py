@@ -6,8 +6,6 @@ time, and vectors of digits are read between them.
 
 from __future__ import annotations
 
-import math
-
 import tvm
 import tvm_ffi
 from tvm import tirx
@@ -73,31 +71,36 @@ def _loops(body) -> list:
 
 
 def _with_fetch(loop, around):
-    """The body of a loop, and fetches for what it loads for the first time."""
+    """The body of a loop, and fetches for a later row, once for each line that the loops load.
+
+    around: the marked loops around, innermost first. Where rows come again for further columns, all lines of a row are
+    fetched the first time: asked for every other line, the prefetchers of the CPU become slower themselves.
+    """
     loads = _cache_loads(loop.body)
     if not loads:
         # A copy of the loop that sets sums to zero.
         return loop.body
-    cache = loads[0].source
+    cache, (batch, head, row, column) = loads[0].source, loads[0].indices
     width = tvm.DataType(str(cache.dtype)).itemsize
     columns, line = int(cache.shape[3]), _LINE_BYTES // width
-    batch, head, row, column = loads[0].indices
     column, lanes = _first_column(column, loop.body)
-    used = _variables((row, column))
-    first_time = [each.loop_var == 0 for each in (loop, *around) if not _holds(used, each.loop_var)]
-    if len(loads) > 1:
-        lines = [tirx.IntImm("int32", first) for first in range(0, columns, line)]
-    elif lanes < line:
-        lines = [column]
-        first_time.append(tirx.floormod(column, line) == 0)
+    of_row, of_column = _variables(row), _variables(column)
+    chain = [each.loop_var for each in (loop, *around)]
+    conditions = [variable == 0 for variable in chain if not _holds(of_row + of_column, variable)]
+    innermost_row = next((i for i, variable in enumerate(chain) if _holds(of_row, variable)), len(chain))
+    comes_again = any(_holds(of_column, variable) for variable in chain[innermost_row:])
+    if comes_again or len({str(each.indices[3]) for each in loads}) > 1:
+        fetched = [tirx.IntImm("int32", first) for first in range(0, columns, line)]
+        conditions.append(column == 0)
     else:
-        # Where a row is no multiple of a vector the last one ends with it, and begins in the line of the one before.
-        lines = [tirx.floordiv(column + (line - 1), line) * line if columns % lanes else column]
+        fetched = [column]
+        if lanes < line:
+            conditions.append(tirx.floormod(column, line) == 0)
     # Beyond the row's end: of a row further on, the address would be computed anew for every load.
     ahead = cache.strides[2] * max(1, int(loop.annotations[FETCH_AHEAD]) // (columns * width))
-    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + tirx.Cast("int64", c)])) for c in lines]
-    if first_time:
-        fetches = [tirx.IfThenElse(tirx.all(*first_time), fetch, None) for fetch in fetches]
+    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + tirx.Cast("int64", c)])) for c in fetched]
+    if conditions:
+        fetches = [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches]
     return tirx.SeqStmt([loop.body, *fetches])
 
 
@@ -106,7 +109,7 @@ def _first_column(column, body):
     if isinstance(column, tirx.Ramp):
         return column.base, int(column.lanes)
     inner = _loops(body)
-    return _at_zero(column, [loop.loop_var for loop in inner]), math.prod(int(loop.extent) for loop in inner)
+    return _at_zero(column, [loop.loop_var for loop in inner]), int(inner[0].extent)
 
 
 def _fetch(load):
@@ -115,15 +118,14 @@ def _fetch(load):
     return tirx.Evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(load), read, first_level, data))
 
 
-def _variables(expressions) -> list:
+def _variables(expression) -> list:
     variables = []
 
     def find(variable):
         variables.append(variable)
         return variable
 
-    for expression in expressions:
-        tvm_ffi.structural_map(expression, (tvm.ir.Var, find))
+    tvm_ffi.structural_map(expression, (tvm.ir.Var, find))
     return variables
 
 
