@@ -15,7 +15,10 @@ from .variants import Variant
 
 _PACKAGE = Path(__file__).parent
 _CODE_FOLDERS = ("definitions", "loops")
-_CODE_FILES = ("fetch_ahead.py", "kernels.py", "kernel_arguments.py", "lowering.py", "targets.py", "variants.py")
+_CODE_FILES = (
+    *("fetch_ahead.py", "kernels.py", "kernel_arguments.py", "lowering.py", "targets.py", "variants.py"),
+    "visible_tiles.py",
+)
 
 
 def cache_directory() -> Path:

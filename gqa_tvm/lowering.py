@@ -21,9 +21,10 @@ from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .schedules.block_sizes import BlockSizes, multiplies_digits
-from .schedules.steps import FIRST_ROW, UNROLL_FIRST
+from .schedules.steps import UNROLL_FIRST
 from .targets import Target, llvm_target
 from .variants import Variant
+from .visible_tiles import visible_tiles
 
 # Register tiles and other small scratch live on the stack, where LLVM turns them into registers; larger scratch comes
 # from the workspace, so that a worker's stack stays small.
@@ -143,36 +144,6 @@ def _keep_bound_values():
     return _rewrite_bodies((tirx.Bind, through_slot), (tirx.SeqStmt, flatten))
 
 
-def _start_at_first_row():
-    """Let loops over tiles of rows that a schedule has marked begin with the first row that sees a key of the block."""
-
-    @tvm.transform.module_pass(opt_level=0)
-    def rewrite(mod, _context):
-        return tvm.IRModule({name: _start_loops(function) for name, function in mod.functions.items()})
-
-    return rewrite
-
-
-def _start_loops(function):
-    buffers = []
-
-    def find(allocation):
-        if allocation.buffer.name == FIRST_ROW:
-            buffers.append(allocation.buffer)
-        return allocation
-
-    tvm_ffi.structural_map(function.body, (tirx.AllocBuffer, find))
-
-    def start(loop):
-        if not buffers or FIRST_ROW not in loop.annotations:
-            return loop
-        tile_rows = int(loop.annotations[FIRST_ROW]) // int(loop.extent)
-        first = tirx.truncdiv(tirx.BufferLoad(buffers[0], [0]), tirx.IntImm("int32", tile_rows))
-        return tirx.For(loop.loop_var, first, loop.extent - first, loop.kind, loop.body)
-
-    return function.with_body(tvm_ffi.structural_map(function.body, (tirx.For, start)))
-
-
 def _unroll_first():
     """Unroll loops that a schedule has marked."""
 
@@ -236,7 +207,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         s.StmtSimplify(),
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),
-        _start_at_first_row(),
+        visible_tiles(),
         fetch_ahead(),
         t.FlattenBuffer(),
         t.NarrowDataType(32),

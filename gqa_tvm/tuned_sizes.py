@@ -15,7 +15,7 @@ from .schedules.block_sizes import BlockSizes
 # on the number of threads, so records of one kernel that differ in these alone cannot stand side by side.
 # The rows of a task are among them: the last key that any of them sees decides where blocks of keys become small.
 ORDER_FIELDS = (
-    *("q_block", "kv_block", "kv_tail_block", "lanes"),
+    *("q_block", "kv_block", "lanes"),
     *("decode_rows", "decode_kv_block", "kv_chunk"),
     *("split_integers", "split_prefill", "split_kv_block"),
 )

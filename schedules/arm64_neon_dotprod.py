@@ -12,12 +12,11 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
         return
     generic._schedule_rows_last_task(sch, sizes)
     split_prefill_steps_neon.digits_of_rows(sch, sizes)
-    for suffix in ("", "_tail"):
-        split_prefill_steps_neon.tile_qk_for_rows(sch, suffix)
-        generic._schedule_rows_last_bias(sch, sizes, suffix)
-        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
-        split_prefill_steps_neon.probabilities_by_vectors(sch, suffix)
-        split_prefill_steps_neon.tile_sv_for_rows(sch, suffix)
+    split_prefill_steps_neon.tile_qk_for_rows(sch)
+    generic._schedule_rows_last_bias(sch, sizes)
+    split_prefill_steps.softmax_by_rows(sch, sizes)
+    split_prefill_steps_neon.probabilities_by_vectors(sch)
+    split_prefill_steps_neon.tile_sv_for_rows(sch)
 
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:

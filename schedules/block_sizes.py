@@ -41,7 +41,6 @@ class BlockSizes:
     small_q_blocks: tuple[int, ...]
     naive_q_block: int
     kv_block: int
-    kv_tail_block: int
     qk_key_tile: int
     qk_row_vectors: int
     sv_row_tile: int
@@ -81,8 +80,6 @@ class BlockSizes:
             (self.q_block, self.sv_row_tile, "q_block by sv_row_tile"),
             (self.kv_block, self.qk_key_tile, "kv_block by qk_key_tile"),
             (self.kv_block, self.lanes, "kv_block by lanes"),
-            (self.kv_tail_block, self.qk_key_tile, "kv_tail_block by qk_key_tile"),
-            (self.kv_tail_block, self.lanes, "kv_tail_block by lanes"),
             (self.decode_kv_block, self.lanes, "decode_kv_block by lanes"),
             (
                 self.decode_kv_block,
@@ -179,7 +176,6 @@ _SPLIT_PREFILL = ("i8", "i4")
 _SPLIT_PADDED = {64: (("i4", (1, 2, 3, 4)),), 32: (("i4", _ROW_TILES),)}
 # Longer blocks gain nothing more from their decoded rows.
 _LONGEST_KV_BLOCK = 96
-_SHORTEST_TAIL = 16
 _LARGEST_USUAL_HEAD = 256
 # Where a multiply-add takes no operand from memory: with a load for each, decoding took a quarter more instructions.
 _LOADS_OPERANDS = ("aarch64",)
@@ -207,7 +203,6 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         small_q_blocks=tuple(rows for rows in (64, 48, 32) if rows < q_block),
         naive_q_block=2 * lanes,
         kv_block=kv_block,
-        kv_tail_block=-(-_SHORTEST_TAIL // key_step) * key_step,
         qk_key_tile=qk[0],
         qk_row_vectors=qk[1],
         sv_row_tile=sv[0],

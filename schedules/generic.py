@@ -30,28 +30,31 @@ def _schedule_elementwise(sch: Schedule, sizes: BlockSizes, vectors: int, names:
         steps.vectorize_last(sch, name, sizes.lanes, vectors)
 
 
-def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+def _schedule_rows_last_scores(sch: Schedule, sizes: BlockSizes, suffix: str = "") -> None:
     steps.decode_once(sch, f"dequantize_k{suffix}", sizes)
     steps.tile_qk_for_registers(sch, sizes, f"qk{suffix}")
     _schedule_rows_last_bias(sch, sizes, suffix)
 
 
-def _schedule_rows_last_bias(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+def _schedule_rows_last_bias(sch: Schedule, sizes: BlockSizes, suffix: str = "") -> None:
     # The bias of a row is contiguous along the keys, where the rows are lanes here.
     _schedule_elementwise(sch, sizes, sizes.key_vectors, (f"bias_rows{suffix}",))
-    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, (f"softcap{suffix}", f"mask{suffix}"))
+    over_keys = (f"softcap{suffix}", f"mask{suffix}")
+    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, over_keys)
+    steps.end_elementwise_at_last_key(sch, over_keys)
+    keys = int(sch.get(sch.get_sblock(f"bias{suffix}")).writes[0].source.shape[0])
     add = intrinsics.register_transpose_add(sizes.lanes)
-    steps.transpose_by_tiles(sch, f"bias{suffix}", add, sizes.lanes)
+    steps.transpose_by_tiles(sch, f"bias{suffix}", add, sizes.lanes, keys)
 
 
-def _schedule_rows_last_block(sch: Schedule, sizes: BlockSizes, suffix: str = "") -> None:
-    _schedule_rows_last_scores(sch, sizes, suffix)
-    names = tuple(f"{name}{suffix}" for name in ("m_new", "alpha", "p", "l_new", "m_out"))
-    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, names)
+def _schedule_rows_last_block(sch: Schedule, sizes: BlockSizes) -> None:
+    _schedule_rows_last_scores(sch, sizes)
+    _schedule_elementwise(sch, sizes, sizes.elementwise_vectors, ("m_new", "alpha", "p", "l_new", "m_out"))
+    steps.end_elementwise_at_last_key(sch, ("p",))
     for name in ("block_max", "block_sum"):
-        steps.reduce_down_columns(sch, f"{name}{suffix}", sizes.lanes, sizes.reduction_vectors)
-    steps.decode_once(sch, f"dequantize_v{suffix}", sizes)
-    steps.tile_sv_for_registers(sch, sizes, "sv", suffix)
+        steps.reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)
+    steps.decode_once(sch, "dequantize_v", sizes)
+    steps.tile_sv_for_registers(sch, sizes)
 
 
 def _schedule_rows_last_task(sch: Schedule, sizes: BlockSizes) -> None:
@@ -64,7 +67,6 @@ def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     """Rows as lanes: register tiles for both products, vertical softmax."""
     _schedule_rows_last_task(sch, sizes)
     _schedule_rows_last_block(sch, sizes)
-    _schedule_rows_last_block(sch, sizes, "_tail")
 
 
 def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:

@@ -11,6 +11,7 @@ from .steps import Schedule, _own_loops
 
 _BYTES = 64
 _LANES = 16
+_VALUE_KEYS = 4
 # Rows of a tile of scores: with four digits, 28 sums beside a vector of keys and a constant.
 _QK_ROWS = 7
 # Sums of a register tile: they leave room for the operands of its products.
@@ -98,9 +99,10 @@ def _tile_sv(sch: Schedule) -> None:
     sch.tensorize(lane, vnni.register_dot_values(_BYTES))
 
 
-def _codes_by_vectors(sch: Schedule, name: str, loops: int) -> None:
-    """Codes [.., plane, .., byte] so that one load of a vector serves every plane."""
+def _codes_by_vectors(sch: Schedule, name: str, loops: int, keys: int) -> None:
+    """Codes [.., plane, .., byte] of rows of so many keys so that one load of a vector serves every plane."""
     *outer, byte = _own_loops(sch, sch.get_sblock(name), loops)
+    steps.end_at_last_key(sch, outer[0], keys * int(sch.get(outer[0]).extent))
     first, inner = sch.split(byte, [None, _BYTES])
     plane = outer[1]
     sch.reorder(outer[0], *outer[2:], first, plane, inner)
@@ -112,12 +114,11 @@ def schedule_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     """flash_prefill: words of keys serve all rows, rows as lanes."""
     generic._schedule_rows_last_task(sch, sizes)
     split_prefill_steps.digits_of_rows(sch, sizes)
-    for suffix in ("", "_tail"):
-        _codes_by_vectors(sch, f"packed_k{suffix}", 4)
-        split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
-        generic._schedule_rows_last_bias(sch, sizes, suffix)
-        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
-        split_prefill_steps.probabilities_by_vectors(sch, suffix)
-        if _has_block(sch, f"packed_v{suffix}"):
-            _codes_by_vectors(sch, f"packed_v{suffix}", 3)
-        split_prefill_steps.tile_sv_for_rows(sch, sizes, suffix, _BYTES)
+    _codes_by_vectors(sch, "packed_k", 4, _LANES)
+    split_prefill_steps.tile_qk_for_rows(sch, sizes)
+    generic._schedule_rows_last_bias(sch, sizes)
+    split_prefill_steps.softmax_by_rows(sch, sizes)
+    split_prefill_steps.probabilities_by_vectors(sch)
+    if _has_block(sch, "packed_v"):
+        _codes_by_vectors(sch, "packed_v", 3, _VALUE_KEYS)
+    split_prefill_steps.tile_sv_for_rows(sch, sizes, _BYTES)

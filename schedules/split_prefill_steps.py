@@ -7,7 +7,15 @@ import math
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
 from .split_steps import _by_vectors, arrange_block
-from .steps import Schedule, _own_loops, reduce_down_columns, start_at_first_row, vectorize_last
+from .steps import (
+    Schedule,
+    _own_loops,
+    end_at_last_key,
+    end_elementwise_at_last_key,
+    reduce_down_columns,
+    start_at_first_row,
+    vectorize_last,
+)
 
 # Keys of a lane.
 _KEYS = 4
@@ -48,17 +56,19 @@ def codes_by_vectors(sch: Schedule, name: str, lanes: int) -> None:
     sch.reorder(outer, plane, inner)
     sch.unroll(plane)
     sch.vectorize(inner)
+    end_elementwise_at_last_key(sch, (name,))
 
 
-def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes) -> None:
     """Scores [t, m]: a tile of keys x vectors of rows, with all their digits, stays in registers over the head."""
-    scores, sums = sch.get_sblock(f"qk{suffix}"), sch.get_sblock(f"qk_sums{suffix}")
+    scores, sums = sch.get_sblock("qk"), sch.get_sblock("qk_sums")
     t, m = _own_loops(sch, scores, 2)
     digits = int(sch.get(sums).writes[0].source.shape[1])
     rows, keys = int(sch.get(m).extent), int(sch.get(t).extent)
     vectors = largest_divisor(rows // sizes.lanes, _QK_VECTORS[digits])
     key_tile = largest_divisor(keys, sizes.dot_sums // (digits * vectors))
     t_outer, t_inner = sch.split(t, [None, key_tile])
+    end_at_last_key(sch, t_outer, keys)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
     # Where registers are scarce, one of the sums would be spilled for it.
     if _all_operands_stay(sizes):
@@ -90,23 +100,25 @@ _MANY_SUMS = 24
 _QK_VECTORS = {1: 3, 2: 3, 3: 2}
 
 
-def probabilities_by_vectors(sch: Schedule, name_suffix: str) -> None:
+def probabilities_by_vectors(sch: Schedule) -> None:
     """Bytes of the probabilities of 4 keys x a vector of rows, arranged in registers."""
-    arrange, fixed = sch.get_sblock(f"arrange_p{name_suffix}"), sch.get_sblock(f"p_fixed{name_suffix}")
-    _, block, j, _ = _own_loops(sch, arrange, 4)
+    arrange, fixed = sch.get_sblock("arrange_p"), sch.get_sblock("p_fixed")
+    t, block, j, _ = _own_loops(sch, arrange, 4)
+    end_at_last_key(sch, t, _KEYS * int(sch.get(t).extent))
     sch.compute_at(fixed, block, preserve_unit_loops=True)
     _by_vectors(sch, fixed, 2)
     sch.tensorize(j, vnni.register_arrange_probabilities(int(sch.get(arrange).writes[0].source.shape[-1])))
 
 
-def values_by_vectors(sch: Schedule, suffix: str) -> None:
+def values_by_vectors(sch: Schedule) -> None:
     """The values of a block of keys, 4 rows at a time, as the dot products take them."""
-    arrange_block(sch, f"v{suffix}", vnni.register_arrange_values_in_order)
+    quad = arrange_block(sch, "v", vnni.register_arrange_values_in_order)
+    end_at_last_key(sch, quad, _KEYS * int(sch.get(quad).extent))
 
 
-def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str, width: int = 0) -> None:
+def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, width: int = 0) -> None:
     """acc: a tile of rows x vectors of columns, with all digits, stays in registers over the keys of the block."""
-    product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
     m, e, column = _own_loops(sch, result, 3)
     digits = int(sch.get(product).writes[0].source.shape[1])
     columns = int(sch.get(column).extent)
@@ -122,6 +134,7 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, suffix: str, width: int =
         sch.unroll(loop)
     sch.vectorize(lane)
     m, d, e, column, t, b = _own_loops(sch, product, 6)
+    end_at_last_key(sch, t, _KEYS * int(sch.get(t).extent))
     vector, lane = sch.split(column, [None, lanes])
     values_stay = _all_operands_stay(sizes) or vectors < rows * digits
     tile = (m, d, vector) if values_stay else (vector, m, d)
@@ -143,9 +156,10 @@ def _value_tile(rows: int, vectors: int, digits: int, most_sums: int) -> tuple[i
     return min(((largest_divisor(rows, most_sums // (v * digits)), v) for v in wide), key=loads)
 
 
-def softmax_by_rows(sch: Schedule, sizes: BlockSizes, suffix: str) -> None:
+def softmax_by_rows(sch: Schedule, sizes: BlockSizes) -> None:
     """The softmax of a block relative to its own maximum, rows as lanes."""
     for name in ("m_new", "alpha", "weight", "p", "l_new", "m_out"):
-        vectorize_last(sch, f"{name}{suffix}", sizes.lanes, sizes.elementwise_vectors)
+        vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
+    end_elementwise_at_last_key(sch, ("p",))
     for name in ("block_max", "block_sum"):
-        reduce_down_columns(sch, f"{name}{suffix}", sizes.lanes, sizes.reduction_vectors)
+        reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)

@@ -7,12 +7,14 @@ from .block_sizes import BlockSizes, largest_divisor
 from .split_prefill_steps import _reduce_over_columns
 from .split_steps import _by_vectors
 from .split_steps_neon import arrange_block
-from .steps import Schedule, _own_loops, start_at_first_row, vectorize_last
+from .steps import Schedule, _own_loops, end_at_last_key, start_at_first_row, vectorize_last
 
 _BYTES, _LANES = 16, 4
 # Registers of sums; the rest hold codes and digits.
 _SUMS = 24
 _TILE_KEYS, _TILE_COLUMNS = 8, 8
+# Keys of an arranged vector of values.
+_VALUE_KEYS = 16
 
 
 def digits_of_rows(sch: Schedule, sizes: BlockSizes) -> None:
@@ -30,15 +32,17 @@ def _arrange_digits(sch: Schedule, arrange) -> None:
     sch.tensorize(digit if digits > 1 else byte, neon.register_arrange_digits(digits))
 
 
-def tile_qk_for_rows(sch: Schedule, suffix: str) -> None:
+def tile_qk_for_rows(sch: Schedule) -> None:
     """Scores [t, m]: the sums of 8 keys x vectors of rows, with all their digits, stay in registers over the head."""
-    arrange_block(sch, f"k{suffix}", 3, neon.register_arrange_key_pairs)
-    scores, sums = sch.get_sblock(f"qk{suffix}"), sch.get_sblock(f"qk_sums{suffix}")
+    arrange_block(sch, "k", 3, neon.register_arrange_key_pairs)
+    scores, sums = sch.get_sblock("qk"), sch.get_sblock("qk_sums")
     t, m = _own_loops(sch, scores, 2)
     digits = int(sch.get(sums).writes[0].source.shape[2])
     rows = int(sch.get(m).extent)
     vectors = largest_divisor(rows // _LANES, _SUMS // (_TILE_KEYS * digits))
+    keys = int(sch.get(t).extent)
     t_outer, t_inner = sch.split(t, [None, _TILE_KEYS])
+    end_at_last_key(sch, t_outer, keys)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, _LANES])
     start_at_first_row(sch, m_outer, rows)
     sch.reorder(t_outer, m_outer, t_inner, m_vectors, lane)
@@ -55,18 +59,20 @@ def tile_qk_for_rows(sch: Schedule, suffix: str) -> None:
     sch.tensorize(key, neon.register_lane_dots())
 
 
-def probabilities_by_vectors(sch: Schedule, suffix: str) -> None:
+def probabilities_by_vectors(sch: Schedule) -> None:
     """Digits of the probabilities of 4 keys x 4 rows, arranged in registers."""
-    arrange, words = sch.get_sblock(f"arrange_p{suffix}"), sch.get_sblock(f"p_words{suffix}")
-    sch.compute_at(words, _own_loops(sch, arrange, 3)[0], preserve_unit_loops=True)
+    arrange, words = sch.get_sblock("arrange_p"), sch.get_sblock("p_words")
+    t = _own_loops(sch, arrange, 3)[0]
+    end_at_last_key(sch, t, _LANES * int(sch.get(t).extent))
+    sch.compute_at(words, t, preserve_unit_loops=True)
     _by_vectors(sch, words, 2)
     _arrange_digits(sch, arrange)
 
 
-def tile_sv_for_rows(sch: Schedule, suffix: str) -> None:
+def tile_sv_for_rows(sch: Schedule) -> None:
     """acc: the sums of 4 rows x 8 columns, with all digits, stay in registers over the keys of the block."""
-    arrange_block(sch, f"v{suffix}", 4, neon.register_arrange_value_pairs)
-    product, result = sch.get_sblock(f"sv_product{suffix}"), sch.get_sblock(f"sv{suffix}")
+    arrange_block(sch, "v", 4, neon.register_arrange_value_pairs)
+    product, result = sch.get_sblock("sv_product"), sch.get_sblock("sv")
     m, e, column = _own_loops(sch, result, 3)
     rows = int(sch.get(m).extent)
     m_outer, m_inner = sch.split(m, [None, _LANES])
@@ -78,6 +84,7 @@ def tile_sv_for_rows(sch: Schedule, suffix: str) -> None:
         sch.unroll(loop)
     sch.vectorize(lane)
     m, v, e, i, d, half, row, lane, t, j, b = _own_loops(sch, product, 11)
+    end_at_last_key(sch, t, _VALUE_KEYS * int(sch.get(t).extent))
     sch.reorder(m, v, e, i, t, j, half, d, row, lane, b)
     for loop in (j, half, d):
         sch.unroll(loop)

@@ -59,8 +59,11 @@ def load_by_vectors(sch: Schedule, load, arrange) -> int:
     return size
 
 
-def arrange_block(sch: Schedule, suffix: str, register) -> None:
-    """Rearrange all rows of a block of keys ahead of their use, 4 at a time; INT4 planes are split there."""
+def arrange_block(sch: Schedule, suffix: str, register):
+    """Rearrange all rows of a block of keys ahead of their use, 4 at a time; returns the loop.
+
+    INT4 planes are split there.
+    """
     arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
     if _has_block(sch, f"nibbles_{suffix}"):
         nibbles = sch.get_sblock(f"nibbles_{suffix}")
@@ -78,6 +81,7 @@ def arrange_block(sch: Schedule, suffix: str, register) -> None:
     _, v, j, _ = _own_loops(sch, arrange, 4)
     sch.unroll(v)
     sch.tensorize(j, intrinsic)
+    return quad
 
 
 def _by_vectors(sch: Schedule, block, loops: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import intrinsics_neon as neon
 from .block_sizes import largest_divisor
 from .split_steps import _by_vectors, _has_block
-from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
+from .steps import Schedule, _own_loops, end_at_last_key, reduce_along_row, vectorize_last
 
 _LANES = 4
 # Vectors of sums for a vector of bytes.
@@ -41,6 +41,8 @@ def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
 def arrange_block(sch: Schedule, name: str, inner: int, register) -> None:
     """Arrange the rows of a whole block ahead of their products; inner: own loops of one arrangement in registers."""
     arrange, load = sch.get_sblock(f"arrange_{name}"), sch.get_sblock(f"load_{name}")
+    last = sch.get_sblock(f"nibbles_{name}") if _has_block(sch, f"nibbles_{name}") else arrange
+    end_at_last_key(sch, sch.get_loops(last)[0], int(sch.get(load).reads[0].source.shape[0]))
     if _has_block(sch, f"nibbles_{name}"):
         nibbles = sch.get_sblock(f"nibbles_{name}")
         vector = _own_loops(sch, nibbles, inner + 2)[0]

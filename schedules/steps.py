@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import s_tir
 
 from .block_sizes import BlockSizes, largest_divisor
@@ -9,8 +11,13 @@ from .block_sizes import BlockSizes, largest_divisor
 Schedule = s_tir.Schedule
 # The kind of a vectorised loop.
 VECTORIZED = 2
-# A buffer [1] int32 of kernels, and the mark of loops that begin there.
+# Marks of loops over the rows of a task and the keys of a block, and the int32 buffers of kernels where they begin and
+# end (`visible_tiles`): the first row that sees a key of the block [1]; the block's keys that some row sees [1]; those
+# that a row or one before it sees [M].
 FIRST_ROW = "first_seeing_row"
+LAST_KEY = "last_key"
+BLOCK_KEYS = "block_keys"
+ROW_KEYS = "row_keys"
 # The mark of loops that are unrolled before anything is simplified or vectorised.
 UNROLL_FIRST = "unroll_first"
 
@@ -49,6 +56,18 @@ def start_at_first_row(sch: Schedule, loop, rows: int) -> None:
     sch.annotate(loop, FIRST_ROW, rows)
 
 
+def end_at_last_key(sch: Schedule, loop, keys: int) -> None:
+    """Mark a loop over the `keys` keys of a block: it may end with the last one that a row sees."""
+    sch.annotate(loop, LAST_KEY, keys)
+
+
+def end_elementwise_at_last_key(sch: Schedule, block_names: Sequence[str]) -> None:
+    """The same for the loops of blocks over [keys, rows]."""
+    for name in block_names:
+        block = sch.get_sblock(name)
+        end_at_last_key(sch, sch.get_loops(block)[0], int(sch.get(block).writes[0].source.shape[0]))
+
+
 def decode_once(sch: Schedule, block_name: str, sizes: BlockSizes) -> None:
     """Decode a cache block ahead of its use, unless it is float32 already: whole vectors are read where they lie."""
     block = sch.get_sblock(block_name)
@@ -57,6 +76,7 @@ def decode_once(sch: Schedule, block_name: str, sizes: BlockSizes) -> None:
         sch.compute_inline(block)
     else:
         decode_by_vectors(sch, block_name, sizes.lanes)
+        end_elementwise_at_last_key(sch, (block_name,))
 
 
 def decode_by_vectors(sch: Schedule, block_name: str, lanes: int) -> None:
@@ -79,6 +99,7 @@ def reduce_down_columns(sch: Schedule, block_name: str, lanes: int, vectors: int
     sch.reorder(t, middle, inner)
     sch.unroll(middle)
     sch.vectorize(inner)
+    end_at_last_key(sch, t, int(sch.get(t).extent))
     sch.decompose_reduction(block, t)
     _vectorize_init(sch, f"{block_name}_init")
 
@@ -94,8 +115,9 @@ def tile_qk_for_registers(sch: Schedule, sizes: BlockSizes, block_name: str = "q
     """Scores [t, m]: a tile of qk_key_tile keys x qk_row_vectors vectors of rows stays in registers over the head."""
     block = sch.get_sblock(block_name)
     t, m, plane, column = _own_loops(sch, block, 4)
-    rows = int(sch.get(m).extent)
+    rows, keys = int(sch.get(m).extent), int(sch.get(t).extent)
     t_outer, t_inner = sch.split(t, [None, sizes.qk_key_tile])
+    end_at_last_key(sch, t_outer, keys)
     vectors = _fitted(rows // sizes.lanes, sizes.qk_row_vectors)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
     start_at_first_row(sch, m_outer, rows)
@@ -115,6 +137,7 @@ def tile_sv_for_registers(sch: Schedule, sizes: BlockSizes, name: str = "sv", su
     product, result = sch.get_sblock(f"{name}_product{suffix}"), sch.get_sblock(f"{name}{suffix}")
     m, plane, column, t = _own_loops(sch, product, 4)
     columns, rows = int(sch.get(column).extent), int(sch.get(m).extent)
+    end_at_last_key(sch, t, int(sch.get(t).extent))
     m_outer, m_inner = sch.split(m, [None, _fitted(rows, sizes.sv_row_tile)])
     start_at_first_row(sch, m_outer, rows)
     vectors = _fitted(columns // sizes.lanes, sizes.sv_column_vectors)
@@ -211,10 +234,12 @@ def tile_sv_for_few_rows(sch: Schedule, sizes: BlockSizes, row_tile: int, padded
     sch.decompose_reduction(product, t_outer)
 
 
-def transpose_by_tiles(sch: Schedule, block_name: str, intrinsic: str, lanes: int) -> None:
-    """out[.., t, r] from in[.., r, t] by tiles of lanes x lanes in registers."""
+def transpose_by_tiles(sch: Schedule, block_name: str, intrinsic: str, lanes: int, keys: int = 0) -> None:
+    """out[.., t, r] from in[.., r, t] by tiles of lanes x lanes in registers; keys: of a block, if t counts them."""
     t, r = _own_loops(sch, sch.get_sblock(block_name), 2)
     t_outer, t_inner = sch.split(t, [None, lanes])
+    if keys:
+        end_at_last_key(sch, t_outer, keys)
     r_outer, r_inner = sch.split(r, [None, lanes])
     sch.reorder(t_outer, r_outer, t_inner, r_inner)
     sch.tensorize(t_inner, intrinsic)

@@ -15,14 +15,13 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
         return
     generic._schedule_rows_last_task(sch, sizes)
     split_prefill_steps.digits_of_rows(sch, sizes)
-    for suffix in ("", "_tail"):
-        split_prefill_steps.codes_by_vectors(sch, f"codes_k{suffix}", sizes.lanes)
-        split_prefill_steps.tile_qk_for_rows(sch, sizes, suffix)
-        generic._schedule_rows_last_bias(sch, sizes, suffix)
-        split_prefill_steps.softmax_by_rows(sch, sizes, suffix)
-        split_prefill_steps.probabilities_by_vectors(sch, suffix)
-        split_prefill_steps.values_by_vectors(sch, suffix)
-        split_prefill_steps.tile_sv_for_rows(sch, sizes, suffix)
+    split_prefill_steps.codes_by_vectors(sch, "codes_k", sizes.lanes)
+    split_prefill_steps.tile_qk_for_rows(sch, sizes)
+    generic._schedule_rows_last_bias(sch, sizes)
+    split_prefill_steps.softmax_by_rows(sch, sizes)
+    split_prefill_steps.probabilities_by_vectors(sch)
+    split_prefill_steps.values_by_vectors(sch)
+    split_prefill_steps.tile_sv_for_rows(sch, sizes)
 
 
 def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:

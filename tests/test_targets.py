@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib import import_module
 from typing import get_args
@@ -111,7 +112,7 @@ def test_derived_sizes_fit_registers_and_caches(family):
 def test_blocks_of_keys_follow_the_second_level_cache(family, l2_kib):
     facts = replace(family_facts(family), l2_bytes=l2_kib * KIB)
     sizes = default_block_sizes(facts)
-    smallest = sizes.kv_tail_block
+    smallest = math.lcm(sizes.lanes, sizes.qk_key_tile)
     assert sizes.kv_block <= 96
     assert sizes.kv_block <= smallest or 4 * sizes.kv_block * (sizes.q_block + 256) <= facts.l2_bytes // 2
     assert sizes.kv_block <= default_block_sizes(replace(facts, l2_bytes=2 * facts.l2_bytes)).kv_block

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tvm.script import tirx as T
 
 from ..definitions import split_signed
-from ..kernel_arguments import ENTRY_PAST, ENTRY_TOTAL
+from ..kernel_arguments import ENTRY_PAST
 from ..kernels import KernelSpec
 from . import packed_prefill, split_prefill, split_signed_prefill
 from .arguments import AttentionScalars, declare_attention
 from .cache_block import CacheBlock
 from .row_state import clear_state, write_output
-from .rows import allocate_row_block, describe_rows, first_row_seeing
+from .rows import VisibleTiles, allocate_row_block, describe_rows, describe_visible, first_row_seeing
 from .rows_last import (
     RowsLastState,
     allocate_state,
@@ -24,12 +24,12 @@ from .rows_last import (
 from .split_prefill import emit_query_words, emit_split_block
 
 
-def _emit_block(spec, steps, x, scalars, rows, b, n, begin, total, state: RowsLastState, split) -> None:
-    """The online softmax over the keys begin .. begin + steps.kv_block."""
+def _emit_block(spec, steps, x, scalars, rows, b, n, begin, end, state: RowsLastState, split) -> None:
+    """The online softmax over the keys begin .. begin + steps.kv_block, which no row sees from `end` on."""
     if split is not None:
-        emit_split_block(spec, steps, x, scalars, rows, b, n, begin, total, state, split)
+        emit_split_block(spec, steps, x, scalars, rows, b, n, begin, end, state, split)
         return
-    last = total - 1 - begin
+    last = end - 1 - begin
     scores = emit_scores(
         spec, steps, x, scalars, rows, CacheBlock(x.key_cache, b, n, begin, last, steps.kv_block), state
     )
@@ -47,12 +47,10 @@ def _split_form(spec: KernelSpec, sizes):
 
 
 def _steps(spec: KernelSpec, sizes, form):
-    """The steps of whole blocks of keys and of the blocks at their end."""
-    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
-    blocks = ((sizes.split_kv_block if form else sizes.kv_block, ""), (sizes.kv_tail_block, "_tail"))
+    """The steps of a block of keys."""
     if form:
-        return [form.split_prefill_steps(spec, sizes, keys, M, suffix) for keys, suffix in blocks]
-    return [rows_last_steps(spec, keys, columns, M, suffix) for keys, suffix in blocks]
+        return form.split_prefill_steps(spec, sizes, sizes.split_kv_block, sizes.q_block)
+    return rows_last_steps(spec, sizes.kv_block, sizes.padded_columns(spec.cache_columns), sizes.q_block)
 
 
 def _prepare_rows(spec: KernelSpec, steps, form, state: RowsLastState):
@@ -69,8 +67,8 @@ def flash_prefill(spec: KernelSpec, sizes):
     form = _split_form(spec, sizes)
     M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
     value_columns = spec.cache_columns if form else columns
-    whole_blocks, tail_blocks = _steps(spec, sizes, form)
-    BC, tail = whole_blocks.kv_block, tail_blocks.kv_block
+    steps = _steps(spec, sizes, form)
+    BC = steps.kv_block
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -123,28 +121,26 @@ def flash_prefill(spec: KernelSpec, sizes):
                 state = T.meta_var(allocate_state(spec, M, columns, value_columns))
                 # Later blocks see more keys: handing them out first balances the threads.
                 first_row: T.let = (row_blocks - 1 - vi) * M
-                total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
-                split = T.meta_var(_prepare_rows(spec, whole_blocks, form, state))
+                split = T.meta_var(_prepare_rows(spec, steps, form, state))
+                # Found by these names; set here as well, so that their storage is the task's.
                 first_seeing_row = T.sblock_alloc_buffer((1,), "int32")
-                # Set here as well, so that its storage is the task's.
+                block_keys = T.sblock_alloc_buffer((1,), "int32")
+                row_keys = T.sblock_alloc_buffer((M,), "int32")
+                visible = T.meta_var(VisibleTiles(first_seeing_row, block_keys, row_keys))
                 first_seeing_row[0] = 0
+                block_keys[0] = 0
+                row_keys[0] = 0
                 past: T.let = x.entries[vb, ENTRY_PAST]
                 clear_state(state.m, state.l, state.acc, M)
                 first_key: T.let = rows.limits[0] // BC * BC
                 end_key: T.let = rows.limits[3]
-                blocks: T.let = T.max(rows.end_key[0] - first_key, 0) // BC
-                for blk in T.serial(blocks):
+                for blk in T.serial((T.max(end_key - first_key, 0) + (BC - 1)) // BC):
                     begin: T.let = first_key + blk * BC
-                    first_seeing_row[0] = first_row_seeing(scalars, begin - past, group, first_row)
-                    _emit_block(spec, whole_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
-                # The last keys in smaller blocks: fewer that no row sees.
-                first_tail_key: T.let = first_key + blocks * BC
-                for blk in T.serial((T.max(end_key - first_tail_key, 0) + (tail - 1)) // tail):
-                    begin: T.let = first_tail_key + blk * tail
-                    first_seeing_row[0] = first_row_seeing(scalars, begin - past, group, first_row)
-                    _emit_block(spec, tail_blocks, x, scalars, rows, vb, vn, begin, total, state, split)
+                    first_seeing: T.let = first_row_seeing(scalars, begin - past, group, first_row)
+                    describe_visible(visible, rows, first_seeing, begin, BC)
+                    _emit_block(spec, steps, x, scalars, rows, vb, vn, begin, end_key, state, split)
                 valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
 

@@ -85,6 +85,35 @@ def first_row_seeing(scalars: AttentionScalars, token, group, first_row):
     return i32(tirx.Select(scalars.causal != 0, tirx.max(row, T.int64(0)), T.int64(0)))
 
 
+# All loops over the probabilities of a block take so many keys, or a part of them, at a time.
+_TILE_KEYS = 16
+
+
+class VisibleTiles(NamedTuple):
+    """Where loops over rows and the keys of a block begin and end, int32 (`visible_tiles`): see `describe_visible`."""
+
+    first_seeing_row: Any  # [1]
+    block_keys: Any  # [1]
+    row_keys: Any  # [M]
+
+
+def describe_visible(visible: VisibleTiles, rows: RowBlock, first_seeing_row, begin, kv_block: int):
+    """Fill `visible` for the keys from `begin` on: the first row that sees one, the keys up to the last one that a row
+    sees, in whole tiles, and those up to the last one that a row or one before it sees.
+
+    Rows of query padding see no key, and come after those that do.
+    """
+    T.buffer_store(visible.first_seeing_row, first_seeing_row, [0])
+    keys = tirx.truncdiv(rows.limits[3] - begin + (_TILE_KEYS - 1), T.int32(_TILE_KEYS)) * _TILE_KEYS
+    keys = T.bind(tirx.min(keys, T.int32(kv_block)))
+    T.buffer_store(visible.block_keys, keys, [0])
+    last = T.sblock_alloc_buffer((1,), "int32")
+    T.buffer_store(last, T.int32(0), [0])
+    with T.serial(0, int(visible.row_keys.shape[0])) as r:
+        T.buffer_store(last, tirx.max(last[0], tirx.min(rows.end_key[r] - begin, keys)), [0])
+        T.buffer_store(visible.row_keys, last[0], [r])
+
+
 def align_stack(block: RowBlock, count, lanes: int):
     """Let LLVM align the task's stack to vectors; those that it spills there would straddle cache lines.
 

@@ -19,14 +19,13 @@ from .split_rows import stored_rows
 
 
 class SplitPrefillSteps(NamedTuple):
-    """The TE steps of a task (query) and of a block of keys; suffix: ends the names of their blocks."""
+    """The TE steps of a task (query) and of a block of keys."""
 
     query: Any
     qk: Any
     softmax: Any
     sv: Any
     kv_block: int
-    suffix: str
 
 
 class SplitPrefillState(NamedTuple):
@@ -44,22 +43,22 @@ def query_step(spec: KernelSpec, sizes, rows: int, digits: int):
     return make_step([query_t, *sp.query_words(query_t, spec.cache_columns, spec.cache, digits)])
 
 
-def _qk_step(spec: KernelSpec, kv_block: int, rows: int, digits: int, suffix: str):
+def _qk_step(spec: KernelSpec, kv_block: int, rows: int, digits: int):
     cache_rows, last_row = stored_rows(spec, kv_block)
     words = te.placeholder((digits, spec.cache_planes, spec.cache_columns // 4, rows), "int32", name="words")
     offsets = te.placeholder((digits, rows), "int32", name="offsets")
     down = te.placeholder((rows,), name="down")
     scores = sp.qk_gemm_words(words, offsets, down, sp.key_codes(cache_rows, last_row, spec.cache_planes))
-    return make_step([cache_rows, last_row, words, offsets, down, scores], suffix)
+    return make_step([cache_rows, last_row, words, offsets, down, scores])
 
 
-def softmax_step(kv_block: int, rows: int, suffix: str):
+def softmax_step(kv_block: int, rows: int):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
-    return make_step([scores, m_old, l_old, *sp.block_softmax(scores, m_old, l_old)], suffix)
+    return make_step([scores, m_old, l_old, *sp.block_softmax(scores, m_old, l_old)])
 
 
-def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int, suffix: str):
+def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int):
     vectors = RowVectors(sizes.value_width(spec.cache_columns), spec.cache_columns)
     cache_rows, last_row = stored_rows(spec, kv_block)
     p = te.placeholder((kv_block, rows), name="p")
@@ -68,18 +67,17 @@ def _sv_step(spec: KernelSpec, sizes, kv_block: int, rows: int, digits: int, suf
     code_at = sp.value_vectors(cache_rows, last_row, spec.cache_planes, vectors)
     p_words = sp.probability_words(p, digits, sizes.lanes)
     result = sp.sv_gemm_words(p_words, code_at, digits, accumulator, beta, weight)
-    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
+    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result])
 
 
-def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
+def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int) -> SplitPrefillSteps:
     query_digits, probability_digits = si.prefill_digits(spec.precision)
     return SplitPrefillSteps(
         query_step(spec, sizes, rows, query_digits),
-        _qk_step(spec, kv_block, rows, query_digits, suffix),
-        softmax_step(kv_block, rows, suffix),
-        _sv_step(spec, sizes, kv_block, rows, probability_digits, suffix),
+        _qk_step(spec, kv_block, rows, query_digits),
+        softmax_step(kv_block, rows),
+        _sv_step(spec, sizes, kv_block, rows, probability_digits),
         kv_block,
-        suffix,
     )
 
 
@@ -107,18 +105,18 @@ def _emit_scores(spec, steps: SplitPrefillSteps, x, scalars, rows, block: CacheB
     region = cache_region(spec, block)
     # All but the weight.
     operands = split[:-1]
-    with T.sblock(f"qk{steps.suffix}_step"):
+    with T.sblock("qk_step"):
         T.reads(region, *(whole(operand) for operand in operands))
         T.writes(whole(scores))
         cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
         splice(steps.qk, [cache_rows, block.last, *operands, scores])
-    process_scores(spec, scores, x, scalars, rows, 0, block.b, block.begin, True, steps.suffix)
+    process_scores(spec, scores, x, scalars, rows, 0, block.b, block.begin, True)
     return scores
 
 
 def _emit_softmax(steps: SplitPrefillSteps, scores, state: RowsLastState, split: SplitPrefillState) -> None:
     m, l, alpha = state.m, state.l, state.alpha
-    with T.sblock(f"softmax{steps.suffix}_step"):
+    with T.sblock("softmax_step"):
         T.reads(whole(scores), whole(m), whole(l))
         T.writes(whole(scores), whole(m), whole(l), whole(alpha), whole(split.weight))
         splice(steps.softmax, [scores, m, l, alpha, split.weight, alias(scores), alias(l), alias(m)])
@@ -127,7 +125,7 @@ def _emit_softmax(steps: SplitPrefillSteps, scores, state: RowsLastState, split:
 def _emit_sv(spec, steps: SplitPrefillSteps, block: CacheBlock, p, state: RowsLastState, split: SplitPrefillState):
     region = cache_region(spec, block)
     acc, alpha, weight = state.acc, state.alpha, split.weight
-    with T.sblock(f"sv{steps.suffix}_step"):
+    with T.sblock("sv_step"):
         T.reads(region, *(whole(operand) for operand in (p, acc, alpha, weight)))
         T.writes(whole(acc))
         cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
@@ -135,10 +133,10 @@ def _emit_sv(spec, steps: SplitPrefillSteps, block: CacheBlock, p, state: RowsLa
 
 
 def emit_split_block(
-    spec, steps: SplitPrefillSteps, x, scalars, rows, b, n, begin, total, state: RowsLastState, split: SplitPrefillState
+    spec, steps: SplitPrefillSteps, x, scalars, rows, b, n, begin, end, state: RowsLastState, split: SplitPrefillState
 ) -> None:
-    """The online softmax over the keys begin .. begin + steps.kv_block."""
-    keys = CacheBlock(x.key_cache, b, n, begin, total - 1 - begin, steps.kv_block)
+    """The online softmax over the keys begin .. begin + steps.kv_block, which no row sees from `end` on."""
+    keys = CacheBlock(x.key_cache, b, n, begin, end - 1 - begin, steps.kv_block)
     scores = _emit_scores(spec, steps, x, scalars, rows, keys, split)
     _emit_softmax(steps, scores, state, split)
     _emit_sv(spec, steps, keys._replace(cache=x.value_cache), scores, state, split)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tvm import te, tirx
+from tvm import te
 from tvm.script import tirx as T
 
 from ..definitions import split_integer as si
@@ -34,39 +34,33 @@ def _query_step(spec: KernelSpec, rows: int):
     return make_step([query_t, *signed.query_digits(query_t, si.prefill_digits(spec.precision)[0])])
 
 
-def _readable_row(last_row, kv_block: int, suffix: str):
-    """The last row to read: all rows of a whole block exist, only the blocks at the end have a suffix."""
-    return last_row if suffix else tirx.const(kv_block - 1, "int32")
-
-
-def _qk_step(spec: KernelSpec, kv_block: int, rows: int, suffix: str):
+def _qk_step(spec: KernelSpec, kv_block: int, rows: int):
     cache_rows, last_row = stored_rows(spec, kv_block)
     digits = te.placeholder(_digits_shape(spec, rows), "int8", name="digits")
     down = te.placeholder((rows,), name="down")
-    code_at = signed.key_codes(cache_rows, _readable_row(last_row, kv_block, suffix), spec.cache_planes)
+    code_at = signed.key_codes(cache_rows, last_row, spec.cache_planes)
     scores = signed.qk_gemm_rows(digits, down, code_at, kv_block, spec.cache)
-    return make_step([cache_rows, last_row, digits, down, scores], suffix)
+    return make_step([cache_rows, last_row, digits, down, scores])
 
 
-def _sv_step(spec: KernelSpec, kv_block: int, rows: int, suffix: str):
+def _sv_step(spec: KernelSpec, kv_block: int, rows: int):
     cache_rows, last_row = stored_rows(spec, kv_block)
     p = te.placeholder((kv_block, rows), name="p")
     accumulator = te.placeholder((rows, spec.cache_planes, spec.cache_columns), name="acc_old")
     beta, weight = (te.placeholder((rows,), name=name) for name in ("row_beta", "row_weight"))
-    code_at = signed.value_codes(cache_rows, _readable_row(last_row, kv_block, suffix), spec.cache_planes)
+    code_at = signed.value_codes(cache_rows, last_row, spec.cache_planes)
     digits = signed.probability_digits(p, si.prefill_digits(spec.precision)[1])
     result = signed.sv_gemm_rows(digits, code_at, accumulator, beta, weight, spec.cache)
-    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
+    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result])
 
 
-def split_prefill_steps(spec: KernelSpec, _sizes, kv_block: int, rows: int, suffix: str = "") -> SplitPrefillSteps:
+def split_prefill_steps(spec: KernelSpec, _sizes, kv_block: int, rows: int) -> SplitPrefillSteps:
     return SplitPrefillSteps(
         _query_step(spec, rows),
-        _qk_step(spec, kv_block, rows, suffix),
-        softmax_step(kv_block, rows, suffix),
-        _sv_step(spec, kv_block, rows, suffix),
+        _qk_step(spec, kv_block, rows),
+        softmax_step(kv_block, rows),
+        _sv_step(spec, kv_block, rows),
         kv_block,
-        suffix,
     )
 
 

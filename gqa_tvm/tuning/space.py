@@ -51,7 +51,6 @@ def _varied(spec: KernelSpec, default: BlockSizes, facts: TargetFacts) -> Iterat
         splits = multiplies_digits(spec, default)
         yield from _replaced(default, "split_kv_block" if splits else "kv_block", _KV_BLOCKS)
         yield with_prefill_form(default, spec, not splits) if facts.dot_bytes else default
-        yield from _replaced(default, "kv_tail_block", (default.kv_block // 2,))
         return
     splits = default.splits_integers(spec.cache, spec.cache_columns, spec.row_tile)
     yield from _replaced(default, "decode_kv_block", _DECODE_KV_BLOCKS)
@@ -111,7 +110,7 @@ def inner_candidates(spec: KernelSpec, sizes: BlockSizes) -> dict[str, tuple[int
     if spec.operation == "flash_prefill":
         rows, vectors = sizes.q_block, sizes.q_block // sizes.lanes
         columns = sizes.padded_columns(spec.cache_columns) // sizes.lanes
-        keys = [n for n in _divisors(sizes.kv_block, 16) if sizes.kv_tail_block % n == 0]
+        keys = _divisors(sizes.kv_block, 16)
         candidates = {
             "elementwise_vectors": _divisors(vectors, 4),
             "reduction_vectors": _divisors(vectors, 6),
