@@ -6,7 +6,7 @@ from tvm.script import tirx as T
 
 from ..definitions.half import widen
 from ..definitions.kv_quantize import inverse_scale
-from ..kernel_arguments import ENTRY_NEW, ENTRY_PAST
+from ..kernel_arguments import ENTRY_NEW, ENTRY_PAST, ROTARY_OFF
 from ..kernels import KernelSpec
 from .arguments import (
     declare_cache,
@@ -21,12 +21,12 @@ from .encode_row import encode_row
 from .rows import RowTransform, for_each_scale, head_column, load_row
 
 
-def _store_row(spec: KernelSpec, cache, where, row, scale, kv_head, inverse) -> None:
-    """Write row [H] into cache[where]; inverse: [H] float32 scratch."""
+def _store_row(spec: KernelSpec, cache, where, value, scale, kv_head, inverse) -> None:
+    """cache[where] = the row of value(h), h < H; inverse: [H] float32 scratch."""
     if not spec.is_float_cache:
         store_inverse = lambda h, value: T.buffer_store(inverse, inverse_scale(value), [h])  # noqa: E731
         for_each_scale(scale, kv_head, spec.head_size, store_inverse)
-    encode_row(spec, lambda h: row[h], inverse, cache, where)
+    encode_row(spec, value, inverse, cache, where)
 
 
 def append(spec: KernelSpec):
@@ -73,17 +73,18 @@ def append(spec: KernelSpec):
                 cache_row: T.let = T.Cast("int64", p["entries"][vb, ENTRY_PAST]) + vs
                 if vs < T.Cast("int64", p["entries"][vb, ENTRY_NEW]):
                     for n in T.serial(T.Cast("int32", p["key_cache"].shape[1])):
-                        load_row(
-                            spec,
-                            lambda h: p["key"][vb, vs, head_column(spec, first_key_head + n, h)],
-                            row,
-                            transform,
-                            lambda: p["positions"][vb, vs],
-                        )
-                        _store_row(spec, p["key_cache"], (vb, n, cache_row), row, p["k_scale"], n, inverse)
-                        for h in T.serial(spec.head_size):
-                            row[h] = widen(p["value"][vb, vs, head_column(spec, first_value_head + n, h)], spec.query)
-                        _store_row(spec, p["value_cache"], (vb, n, cache_row), row, p["v_scale"], n, inverse)
+                        where = T.meta_var((vb, n, cache_row))
+                        key = T.meta_var(lambda h: p["key"][vb, vs, head_column(spec, first_key_head + n, h)])
+                        value = T.meta_var(lambda h: p["value"][vb, vs, head_column(spec, first_value_head + n, h)])
+                        if norm_epsilon > T.float32(0) or rotary != ROTARY_OFF:
+                            load_row(spec, key, row, transform, lambda: p["positions"][vb, vs])
+                            _store_row(spec, p["key_cache"], where, lambda h: row[h], p["k_scale"], n, inverse)
+                        else:
+                            # Copies of a copy would wait for the first to reach the cache of the CPU.
+                            unchanged = T.meta_var(lambda h: widen(key(h), spec.query))
+                            _store_row(spec, p["key_cache"], where, unchanged, p["k_scale"], n, inverse)
+                        unchanged = T.meta_var(lambda h: widen(value(h), spec.query))
+                        _store_row(spec, p["value_cache"], where, unchanged, p["v_scale"], n, inverse)
 
     return kernel
 
