@@ -14,11 +14,8 @@ from .targets import architecture
 from .variants import Variant
 
 _PACKAGE = Path(__file__).parent
-_CODE_FOLDERS = ("definitions", "loops")
-_CODE_FILES = (
-    *("fetch_ahead.py", "kernels.py", "kernel_arguments.py", "lowering.py", "targets.py", "variants.py"),
-    "visible_tiles.py",
-)
+_CODE_FOLDERS = ("definitions", "loops", "passes")
+_CODE_FILES = ("kernels.py", "kernel_arguments.py", "lowering.py", "targets.py", "variants.py")
 
 
 def cache_directory() -> Path:

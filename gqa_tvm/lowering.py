@@ -7,11 +7,8 @@ import sys
 from types import ModuleType
 
 import tvm
-import tvm_ffi
 from tvm import s_tir, tirx
 
-from .definitions.half import float16_to_float32, float32_to_float16
-from .fetch_ahead import fetch_ahead
 from .kernels import KernelSpec
 from .loops.append import append
 from .loops.decode import flash_decode
@@ -20,15 +17,15 @@ from .loops.packed_append import packed_append
 from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
+from .passes.fetch_ahead import fetch_ahead
+from .passes.half import float16_by_integers
+from .passes.messages import short_messages
+from .passes.storage import keep_bound_values, keep_small_buffers_on_stack
+from .passes.unroll_first import unroll_first
+from .passes.visible_tiles import visible_tiles
 from .schedules.block_sizes import BlockSizes, multiplies_digits
-from .schedules.steps import UNROLL_FIRST
 from .targets import Target, llvm_target
 from .variants import Variant
-from .visible_tiles import visible_tiles
-
-# Register tiles and other small scratch live on the stack, where LLVM turns them into registers; larger scratch comes
-# from the workspace, so that a worker's stack stays small.
-_STACK_LIMIT_BYTES = 4096
 
 
 def schedule_module(target: Target) -> ModuleType:
@@ -77,133 +74,18 @@ def scheduled_module(spec: KernelSpec, variant: Variant) -> tvm.IRModule:
     return schedule.mod
 
 
-def _rewrite_bodies(*callbacks):
-    """Pass that replaces nodes of the functions' bodies; callbacks: (node type, function node -> node)."""
-
-    @tvm.transform.module_pass(opt_level=0)
-    def rewrite(mod, _context):
-        return tvm.IRModule(
-            {
-                name: function.with_body(tvm_ffi.structural_map(function.body, callbacks))
-                for name, function in mod.functions.items()
-            }
-        )
-
-    return rewrite
-
-
-def _keep_small_buffers_on_stack():
-    def on_stack(allocation):
-        elements = 1
-        for extent in allocation.buffer.shape:
-            if not isinstance(extent, tirx.IntImm):
-                return allocation
-            elements *= int(extent)
-        dtype = tvm.DataType(str(allocation.buffer.dtype))
-        if elements * dtype.itemsize > _STACK_LIMIT_BYTES:
-            return allocation
-        annotations = {
-            **dict(allocation.annotations),
-            "disable_lower_builtin": tirx.IntImm("int32", 1),
-        }
-        return tirx.AllocBuffer(allocation.buffer, annotations)
-
-    return _rewrite_bodies((tirx.AllocBuffer, on_stack))
-
-
-_SIMPLE_VALUES = (tvm.ir.Var, tirx.IntImm, tvm.ir.expr.TensorLoad)
-
-
-def _keep_bound_values():
-    """Let every bound number pass through a stack slot, which LLVM turns into a register.
-
-    Wherever a bound variable appears, TVM's simplifier puts the expression that it stands for, whose variables it then
-    replaces as well. It does not look through loads: passes that did nothing but that took half of the time.
-    """
-    slot_annotations = {"disable_lower_builtin": tirx.IntImm("int32", 1)}
-
-    def through_slot(bind):
-        if not isinstance(bind.value.ty, tvm.ir.PrimType) or isinstance(bind.value, _SIMPLE_VALUES):
-            return bind
-        slot = tirx.decl_buffer((1,), str(bind.value.ty), name=str(bind.var.name))
-        return tirx.SeqStmt(
-            [
-                tirx.AllocBuffer(slot, slot_annotations),
-                tirx.BufferStore(slot, bind.value, [0]),
-                tirx.Bind(bind.var, tirx.BufferLoad(slot, [0])),
-            ]
-        )
-
-    def flatten(sequence):
-        # A variable is visible in the sequence that binds it, not beyond.
-        flat = []
-        for statement in sequence.seq:
-            flat += statement.seq if isinstance(statement, tirx.SeqStmt) else [statement]
-        return tirx.SeqStmt(flat)
-
-    return _rewrite_bodies((tirx.Bind, through_slot), (tirx.SeqStmt, flatten))
-
-
-def _unroll_first():
-    """Unroll loops that a schedule has marked."""
-
-    def unroll(loop):
-        if UNROLL_FIRST not in loop.annotations:
-            return loop
-        at = lambda index: (tvm.ir.Var, lambda var: index if var.same_as(loop.loop_var) else var)  # noqa: E731
-        indices = (tirx.IntImm(str(loop.loop_var.ty), i) for i in range(int(loop.extent)))
-        copies = [tvm_ffi.structural_map(loop.body, at(index)) for index in indices]
-        return tirx.SeqStmt(copies) if len(copies) > 1 else copies[0]
-
-    return _rewrite_bodies((tirx.For, unroll))
-
-
-def _float16_by_integers():
-    """Replace casts from and to float16, for targets without instructions for them."""
-
-    def rewrite_cast(cast):
-        source, target = str(cast.value.ty), str(cast.ty)
-        if source == "float16" and target == "float32":
-            return float16_to_float32(tirx.reinterpret("uint16", cast.value))
-        if source == "float32" and target == "float16":
-            return tirx.reinterpret("float16", float32_to_float16(cast.value))
-        return cast
-
-    return _rewrite_bodies((tirx.Cast, rewrite_cast))
-
-
-def _short_messages():
-    """Let a kernel's checks of an argument fail with one message, the number of the argument and the signature.
-
-    MakePackedAPI gives each of its 150 checks a text of its own; what reports them is a quarter of a kernel's code.
-    """
-
-    def shorten(check):
-        parts = list(check.message_parts)
-        texts = [part.value for part in parts]
-        numbers = [i + 1 for i, text in enumerate(texts) if text.endswith("argument #")]
-        if not numbers:
-            return check
-        signature = max(texts, key=len)
-        message = ("Mismatched argument #", texts[numbers[0]], " of ", signature)
-        kind, *message = map(tvm.ir.StringImm, ("TypeError", *message))
-        return tirx.AssertStmt(check.condition, kind, message)
-
-    return _rewrite_bodies((tirx.AssertStmt, shorten))
-
-
 def _passes(target: Target, reuse_storage: bool) -> list:
     s, t = s_tir.transform, tirx.transform
     return [
-        *([] if target.converts_float16 else [_float16_by_integers()]),
+        *([] if target.converts_float16 else [float16_by_integers()]),
         s.CanonicalizeLoop(),
         s.LowerInitBlock(),
         s.PlanAndUpdateBufferAllocationLocation(),
         s.ConvertBlocksToOpaque(),
-        _keep_bound_values(),
+        keep_bound_values(),
         s.CompactBufferAllocation(),
         s.LowerMatchBuffer(),
-        _unroll_first(),
+        unroll_first(),
         s.StmtSimplify(),
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),
@@ -221,12 +103,12 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         t.RemoveNoOp(),
         s.RewriteUnsafeSelect(),
         t.CommonSubexprElim(),
-        _keep_small_buffers_on_stack(),
+        keep_small_buffers_on_stack(),
         t.VerifyMemory(),
         t.AnnotateEntryFunc(),
         t.SplitHostDevice(),
         t.MakePackedAPI(),
-        _short_messages(),
+        short_messages(),
         t.LowerTVMBuiltin(),
         t.LowerIntrin(),
     ]

@@ -15,7 +15,8 @@ import numpy as np
 from tvm import tirx
 from tvm.script import tirx as T
 
-from gqa_tvm import GroupQueryAttention, fetch_ahead
+from gqa_tvm import GroupQueryAttention
+from gqa_tvm.passes import fetch_ahead
 
 TOKENS = 768
 _FAR = 1 << 20

@@ -6,21 +6,17 @@ that a row of the task, or of the tile around them, sees. Kernels have the numbe
 
 from __future__ import annotations
 
-import tvm
 import tvm_ffi
 from tvm import tirx
 
-from .schedules.steps import BLOCK_KEYS, FIRST_ROW, LAST_KEY, ROW_KEYS
+from ..schedules.steps import BLOCK_KEYS, FIRST_ROW, LAST_KEY, ROW_KEYS
+from .functions import function_pass
 
 
 def visible_tiles():
     """The pass; it comes after blocks have become loops and before buffers are flattened."""
 
-    @tvm.transform.module_pass(opt_level=0)
-    def rewrite(mod, _context):
-        return tvm.IRModule({name: _cover_visible(function) for name, function in mod.functions.items()})
-
-    return rewrite
+    return function_pass(_cover_visible)
 
 
 def _cover_visible(function):

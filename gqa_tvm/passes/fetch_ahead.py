@@ -11,7 +11,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
-from .schedules.fetch import FETCH_AHEAD, FETCH_AROUND
+from ..schedules.fetch import FETCH_AHEAD, FETCH_AROUND
+from .functions import function_pass
 
 _LINE_BYTES = 64
 _CACHES = ("key_cache", "value_cache")
@@ -20,11 +21,7 @@ _CACHES = ("key_cache", "value_cache")
 def fetch_ahead():
     """The pass; it comes after blocks have become opaque and before buffers are flattened."""
 
-    @tvm.transform.module_pass(opt_level=0)
-    def rewrite(mod, _context):
-        return tvm.IRModule({name: _fetch_in_function(function) for name, function in mod.functions.items()})
-
-    return rewrite
+    return function_pass(_fetch_in_function)
 
 
 def _fetch_in_function(function):
