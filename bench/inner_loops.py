@@ -37,7 +37,9 @@ _CLAMP = re.compile(r"vmaxps|fmax")
 # Register tiles have more; loops over a row or the output have fewer.
 _FEWEST = 20
 _VECTOR = re.compile(r"%?[xyz]mm\d+|\bv\d+\.|\bq\d+")
-_STACK = re.compile(r"\(%r[sb]p|\[(sp|x29)[],]")
+# The frame pointer is left out: kernels use it for addresses.
+_STACK = re.compile(r"\(%rsp|\[sp[],]")
+_STORE = re.compile(r"v?mov(dq|a|u)\w*\t%\w+, .*\(|st[pr1]")
 
 
 class Loop(NamedTuple):
@@ -73,6 +75,13 @@ def innermost_loops(assembly: str) -> Iterator[list[str]]:
             yield [line.strip() for line in lines[begin : end + 1] if re.match(r"\s+[a-z]", line)]
 
 
+def _only_stores(instructions: Sequence[str]) -> bool:
+    """Whether a loop stores every product: it adds tiles to memory, around a loop over products that lies elsewhere."""
+    products = sum(bool(_PRODUCT.match(line)) for line in instructions)
+    stores = sum(bool(_STORE.match(line)) for line in instructions)
+    return stores >= products
+
+
 def count(kernel: str, instructions: Sequence[str]) -> Loop:
     """A loop's instructions by kind. An operand in memory is a load whatever the instruction is."""
     kinds = dict.fromkeys(("product", "load", "broadcast", "convert", "shuffle"), 0)
@@ -95,7 +104,7 @@ def count(kernel: str, instructions: Sequence[str]) -> Loop:
 def multiplying_loops(kernel: str, assembly: str) -> list[Loop]:
     """The innermost loops of both products (not of exp, which clamps), each shape once, most products first."""
     loops = (loop for loop in innermost_loops(assembly) if not any(_CLAMP.match(line) for line in loop))
-    found = {count(kernel, loop) for loop in loops}
+    found = {count(kernel, loop) for loop in loops if not _only_stores(loop)}
     return sorted((loop for loop in found if loop.products >= _FEWEST), key=lambda loop: (-loop.products, loop))
 
 

@@ -124,6 +124,9 @@ def compiler_target(spec: KernelSpec, target: Target, sizes: BlockSizes) -> dict
     many_rows = decodes_many or spec.operation in ("flash_prefill", "naive")
     unrolls = not many_rows or multiplies_digits(spec, sizes)
     options = [] if unrolls else ["-unroll-threshold-aggressive:uint=100"]
+    if spec.operation == "flash_prefill":
+        # Else constants of softcap, moved out of all loops, take registers from the sums of a tile.
+        options.append("-sink-insts-to-avoid-spills:bool=1")
     return {**llvm_target(target), "cl-opt": options}
 
 

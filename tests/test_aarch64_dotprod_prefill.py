@@ -68,12 +68,12 @@ def test_which_kernels_are_its_own():
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", ["i8", "i4"])
 def test_tiles_stay_in_registers(cache):
-    """QK of whole blocks and of the last ones and SV of whole blocks: dot products by a lane, few loads, no stack."""
+    """QK and SV: dot products by a lane, few loads, no stack."""
     assembly = compile_kernel(KernelSpec("flash_prefill", "f32", cache, 64), family_variant(TARGET, "aarch64"))
     parts = re.split(r"^\.L\w+:|^\t(?:b|b\.\w+|cbn?z|tbn?z)\t.*$", assembly.inspect_source("asm"), flags=re.MULTILINE)
     loops = [part for part in parts if part.count("\tsdot\t") >= 96]
-    assert len(loops) == 4
-    for loop in loops[:3]:
+    assert len(loops) == 2
+    for loop in loops:
         products = re.findall(r"sdot\tv\d+\.4s, v\d+\.16b, v\d+\.4b\[\d\]", loop)
         assert len(products) == loop.count("\tsdot\t") >= 0.8 * len(re.findall(r"^\t[a-z]", loop, re.MULTILINE))
         assert "[sp" not in loop

@@ -31,7 +31,7 @@ FEATURES = Path(runtime.__file__).parent / "native" / "cpu_features.h"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", RUNNABLE_TARGETS)
+@pytest.mark.parametrize("target", [target for target in RUNNABLE_TARGETS if target in CHAIN])
 def test_every_target_of_a_library(target, small_library):
     library = load(small_library, target)
     assert (library.target, library.target_reason) == (target, f"asked for, one of {len(CHAIN)} in libgqa.so")
