@@ -92,10 +92,10 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, split, keys: CacheBlock, values: CacheBlock, operands, tile, scores):
+def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores):
     if split:
         tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
-        split.emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+        split.emit_qk_split(spec, shape, step, keys, operands, tile_of, scores)
         return
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
@@ -329,7 +329,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, split, keys, values, operands, tile, scores)
+                        _emit_qk(spec, shape, qk, split, keys, operands, tile, scores)
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
                         _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)

@@ -16,7 +16,7 @@ from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .splice import make_step, splice, whole
 
-# Keys of a QK step; between the steps, cache rows that are needed soon are fetched.
+# Keys of a QK step.
 QK_KEYS = 16
 
 
@@ -85,11 +85,9 @@ class SplitRowsForm:
         result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, self.values)
         return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
-    def emit_qk_split(
-        self, spec: KernelSpec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile_of, scores
-    ) -> None:
+    def emit_qk_split(self, spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores) -> None:
         """scores [R, kv_block] by steps of QK_KEYS keys; tile_of: view of an operand's tile."""
-        _emit_qk_split(spec, shape, step, keys, values, operands, tile_of, scores)
+        _emit_qk_split(spec, shape, step, keys, operands, tile_of, scores)
 
 
 def write_digits(spec: KernelSpec, query, count, down, lanes: int, spread) -> None:
@@ -154,14 +152,8 @@ def stored_rows(spec: KernelSpec, kv_block: int):
     return rows, te.var("last_row", "int32")
 
 
-def _emit_qk_split(
-    spec: KernelSpec, shape, step, keys: CacheBlock, values: CacheBlock, operands, tile_of, scores
-) -> None:
-    """As `SplitRowsForm.emit_qk_split`.
-
-    The CPU's prefetcher follows one stream of rows at a time: between the steps, rows of the other streams are asked
-    for, values of this block and keys of the next.
-    """
+def _emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores) -> None:
+    """As `SplitRowsForm.emit_qk_split`."""
     begin, last = keys.begin, keys.last
     with T.serial(0, shape.kv_block // QK_KEYS) as part:
         offset = T.bind(part * QK_KEYS)

@@ -91,9 +91,7 @@ def _sv_step(spec: KernelSpec, row_tile: int, kv_block: int, suffix: str = ""):
     return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
-def emit_qk_split(
-    spec: KernelSpec, shape, step, keys: CacheBlock, values: CacheBlock, operands: SignedRows, tile_of, scores
-) -> None:
+def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands: SignedRows, tile_of, scores) -> None:
     """scores [R, kv_block] by steps of QK_KEYS keys; tile_of: view of an operand's tile."""
     with T.serial(0, shape.kv_block // QK_KEYS) as part:
         offset = T.bind(part * QK_KEYS)
