@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tvm import s_tir
-
 from .block_sizes import BlockSizes
-from .steps import UNROLL_FIRST, VECTORIZED, Schedule
+from .steps import UNROLL_FIRST, VECTORIZED, Schedule, find_block
 
 # The marks of a loop that reads rows: how many bytes ahead it fetches; and of the loops of its block around it.
 FETCH_AHEAD = "fetch_ahead"
@@ -23,17 +21,10 @@ def fetch_ahead(sch: Schedule, sizes: BlockSizes) -> None:
     float32 rows are read vector by vector in the order of memory, which prefetchers of CPUs follow by themselves.
     """
     for readers in _READERS:
-        block = next(filter(None, (_block(sch, name) for name in readers)))
+        block = next(filter(None, (find_block(sch, name) for name in readers)))
         reads_codes = any(str(region.source.dtype) != "float32" for region in sch.get(block).reads)
         if sizes.fetch_bytes and reads_codes:
             _mark_loops(sch, block, sizes.fetch_bytes)
-
-
-def _block(sch: Schedule, name: str):
-    try:
-        return sch.get_sblock(name)
-    except s_tir.ScheduleError:
-        return None
 
 
 def _mark_loops(sch: Schedule, block, fetch_bytes: int) -> None:

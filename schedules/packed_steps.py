@@ -6,8 +6,8 @@ from . import fetch, generic, split_prefill_steps, steps
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
 from .intrinsics_packed import register_arrange_packed, register_dot_packed_keys
-from .split_steps import _by_vectors, _has_block
-from .steps import Schedule, _own_loops
+from .split_steps import _by_vectors
+from .steps import Schedule, _own_loops, find_block
 
 _BYTES = 64
 _LANES = 16
@@ -20,7 +20,7 @@ _SUMS = 24
 
 def reads_packed(sch: Schedule) -> bool:
     """Whether the kernel was made for a packed cache."""
-    return _has_block(sch, "packed_k")
+    return find_block(sch, "packed_k") is not None
 
 
 def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
@@ -88,7 +88,7 @@ def _tile_sv(sch: Schedule) -> None:
     m, d, e, column, t, b = _own_loops(sch, product, 6)
     vector, lane = sch.split(column, [None, _LANES])
     sch.reorder(t, vector, e, m, d, lane, b)
-    if _has_block(sch, "packed_v"):
+    if find_block(sch, "packed_v"):
         codes = sch.get_sblock("packed_v")
         sch.compute_at(codes, vector, preserve_unit_loops=True)
         _by_vectors(sch, codes, 3)
@@ -119,6 +119,6 @@ def schedule_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     generic._schedule_rows_last_bias(sch, sizes)
     split_prefill_steps.softmax_by_rows(sch, sizes)
     split_prefill_steps.probabilities_by_vectors(sch)
-    if _has_block(sch, "packed_v"):
+    if find_block(sch, "packed_v"):
         _codes_by_vectors(sch, "packed_v", 3, _VALUE_KEYS)
     split_prefill_steps.tile_sv_for_rows(sch, sizes, _BYTES)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from tvm import s_tir
-
 from . import intrinsics_vnni as vnni
-from .steps import Schedule, _own_loops, reduce_along_row, vectorize_last
+from .steps import Schedule, _own_loops, find_block, reduce_along_row, vectorize_last
 
 _KEYS = 16
 # Bytes of the longest vectors.
@@ -19,20 +17,12 @@ _ROWS_BY_HALVES = 2
 
 def multiplies_digits(sch: Schedule) -> bool:
     """Whether the kernel was made with split-integer products."""
-    return _has_block(sch, "qk_sums")
-
-
-def _has_block(sch: Schedule, name: str) -> bool:
-    try:
-        sch.get_sblock(name)
-    except s_tir.ScheduleError:
-        return False
-    return True
+    return find_block(sch, "qk_sums") is not None
 
 
 def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
     """Load 4 rows by whole vectors and rearrange them in registers, inside loop `at`; INT4 planes are split there."""
-    if _has_block(sch, f"nibbles_{suffix}"):
+    if find_block(sch, f"nibbles_{suffix}"):
         nibbles = sch.get_sblock(f"nibbles_{suffix}")
         sch.compute_at(nibbles, at, preserve_unit_loops=True)
         _by_vectors(sch, nibbles, 5)
@@ -65,7 +55,7 @@ def arrange_block(sch: Schedule, suffix: str, register):
     INT4 planes are split there.
     """
     arrange, load = sch.get_sblock(f"arrange_{suffix}"), sch.get_sblock(f"load_{suffix}")
-    if _has_block(sch, f"nibbles_{suffix}"):
+    if find_block(sch, f"nibbles_{suffix}"):
         nibbles = sch.get_sblock(f"nibbles_{suffix}")
         quad = _own_loops(sch, nibbles, 5)[0]
         sch.compute_at(arrange, quad, preserve_unit_loops=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from . import intrinsics_neon as neon
 from .block_sizes import largest_divisor
-from .split_steps import _by_vectors, _has_block
-from .steps import Schedule, _own_loops, end_at_last_key, reduce_along_row, vectorize_last
+from .split_steps import _by_vectors
+from .steps import Schedule, _own_loops, end_at_last_key, find_block, reduce_along_row, vectorize_last
 
 _LANES = 4
 # Vectors of sums for a vector of bytes.
@@ -23,7 +23,7 @@ _QUADS = 4
 
 def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
     """Load rows by vectors and rearrange them in registers, inside loop `at`; INT4 planes are split there."""
-    if _has_block(sch, f"nibbles_{name}"):
+    if find_block(sch, f"nibbles_{name}"):
         nibbles = sch.get_sblock(f"nibbles_{name}")
         sch.compute_at(nibbles, at, preserve_unit_loops=True)
         _by_vectors(sch, nibbles, len(sch.get(nibbles).iter_vars))
@@ -41,10 +41,9 @@ def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
 def arrange_block(sch: Schedule, name: str, inner: int, register) -> None:
     """Arrange the rows of a whole block ahead of their products; inner: own loops of one arrangement in registers."""
     arrange, load = sch.get_sblock(f"arrange_{name}"), sch.get_sblock(f"load_{name}")
-    last = sch.get_sblock(f"nibbles_{name}") if _has_block(sch, f"nibbles_{name}") else arrange
-    end_at_last_key(sch, sch.get_loops(last)[0], int(sch.get(load).reads[0].source.shape[0]))
-    if _has_block(sch, f"nibbles_{name}"):
-        nibbles = sch.get_sblock(f"nibbles_{name}")
+    nibbles = find_block(sch, f"nibbles_{name}")
+    end_at_last_key(sch, sch.get_loops(nibbles or arrange)[0], int(sch.get(load).reads[0].source.shape[0]))
+    if nibbles:
         vector = _own_loops(sch, nibbles, inner + 2)[0]
         sch.compute_at(arrange, vector, preserve_unit_loops=True)
         _by_vectors(sch, nibbles, inner + 1)

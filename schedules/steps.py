@@ -31,6 +31,14 @@ def _fitted(extent: int, size):
     return largest_divisor(extent, size) if isinstance(size, int) else size
 
 
+def find_block(sch: Schedule, name: str):
+    """A block by its name, None if there is none."""
+    try:
+        return sch.get_sblock(name)
+    except s_tir.ScheduleError:
+        return None
+
+
 def parallelize_tasks(sch: Schedule, block_name: str = "task") -> None:
     """Run the tasks (the loops around the outermost block) on all threads."""
     loops = sch.get_loops(sch.get_sblock(block_name))

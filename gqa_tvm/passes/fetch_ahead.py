@@ -20,7 +20,6 @@ _CACHES = ("key_cache", "value_cache")
 
 def fetch_ahead():
     """The pass; it comes after blocks have become opaque and before buffers are flattened."""
-
     return function_pass(_fetch_in_function)
 
 

@@ -20,6 +20,4 @@ def function_pass(rewrite: Callable):
 
 def rewrite_bodies(*callbacks):
     """Pass that replaces nodes of the functions' bodies; callbacks: (node type, function node -> node)."""
-    return function_pass(
-        lambda function: function.with_body(tvm_ffi.structural_map(function.body, callbacks)),
-    )
+    return function_pass(lambda function: function.with_body(tvm_ffi.structural_map(function.body, callbacks)))

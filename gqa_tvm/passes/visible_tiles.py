@@ -15,7 +15,6 @@ from .functions import function_pass
 
 def visible_tiles():
     """The pass; it comes after blocks have become loops and before buffers are flattened."""
-
     return function_pass(_cover_visible)
 
 
