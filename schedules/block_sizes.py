@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..targets import TargetFacts
 
 # How many stored columns and keys the int32 sums of integer dot products have room for, by bytes of an instruction.
-_DOT_COLUMNS = {64: {"i8": 508, "i4": 1024}, 32: {"i8": 508, "i4": 512}, 16: {"i8": 496, "i4": 248}}
+_DOT_COLUMNS = {64: {"i8": 256, "i4": 1024}, 32: {"i8": 256, "i4": 512}, 16: {"i8": 496, "i4": 248}}
 _PREFILL_COLUMNS = 256
 _PREFILL_PROBABILITY_DIGITS = 3
 # Rows that are no multiple of a vector, and QKGemm alone, are there for these instructions: unsigned by signed bytes.

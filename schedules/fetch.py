@@ -11,6 +11,7 @@ FETCH_AROUND = "fetch_around"
 # The blocks that read keys or values in flash_decode, the first that is there: loaded, decoded, or used as they are.
 _READERS = (
     ("load_k", "packed_k", "dequantize_k", "qk_partial_update"),
+    ("load_k_short", "packed_k_short"),
     ("load_v", "packed_v", "dequantize_v", "sv_product_update", "sv_product_update_o"),
 )
 
@@ -21,7 +22,9 @@ def fetch_ahead(sch: Schedule, sizes: BlockSizes) -> None:
     float32 rows are read vector by vector in the order of memory, which prefetchers of CPUs follow by themselves.
     """
     for readers in _READERS:
-        block = next(filter(None, (find_block(sch, name) for name in readers)))
+        block = next(filter(None, (find_block(sch, name) for name in readers)), None)
+        if block is None:
+            continue
         reads_codes = any(str(region.source.dtype) != "float32" for region in sch.get(block).reads)
         if sizes.fetch_bytes and reads_codes:
             _mark_loops(sch, block, sizes.fetch_bytes)

@@ -6,7 +6,7 @@ from . import fetch, generic, split_prefill_steps, steps
 from . import intrinsics_vnni as vnni
 from .block_sizes import BlockSizes, largest_divisor
 from .intrinsics_packed import register_arrange_packed, register_dot_packed_keys
-from .split_steps import _by_vectors
+from .split_steps import _by_vectors, qk_suffixes
 from .steps import Schedule, _own_loops, find_block
 
 _BYTES = 64
@@ -27,19 +27,20 @@ def schedule_decode(sch: Schedule, sizes: BlockSizes) -> None:
     """flash_decode: a word of a query row meets the words of many keys."""
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
-    _tile_qk(sch)
+    for suffix in qk_suffixes(sch):
+        _tile_qk(sch, suffix)
     generic._schedule_few_rows_softmax(sch, sizes)
     _probabilities_by_vectors(sch, sizes)
     _tile_sv(sch)
     fetch.fetch_ahead(sch, sizes)
 
 
-def _tile_qk(sch: Schedule) -> None:
+def _tile_qk(sch: Schedule, suffix: str) -> None:
     """Scores [m, t]: the sums of 16 keys x rows x digits stay in registers over the head.
 
     Keys come in the order of memory: with more of them at a time, the CPU no longer foresees what is read.
     """
-    scores, sums = sch.get_sblock("qk"), sch.get_sblock("packed_sums")
+    scores, sums = sch.get_sblock(f"qk{suffix}"), sch.get_sblock(f"packed_sums{suffix}")
     m, t = _own_loops(sch, scores, 2)
     rows = largest_divisor(int(sch.get(m).extent), _QK_ROWS)
     t, lane = sch.split(t, [None, _LANES])
@@ -50,7 +51,7 @@ def _tile_qk(sch: Schedule) -> None:
     sch.vectorize(lane)
     t, m, d, lane, e, c, q = _own_loops(sch, sums, 7)
     sch.reorder(c, e, t, m, d, lane, q)
-    codes = sch.get_sblock("packed_k")
+    codes = sch.get_sblock(f"packed_k{suffix}")
     sch.compute_at(codes, c, preserve_unit_loops=True)
     _by_vectors(sch, codes, 4)
     for loop in (e, t, m, d):

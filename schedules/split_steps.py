@@ -20,6 +20,11 @@ def multiplies_digits(sch: Schedule) -> bool:
     return find_block(sch, "qk_sums") is not None
 
 
+def qk_suffixes(sch: Schedule) -> list[str]:
+    """Of the blocks of the QK steps: one of all digits, in flash_decode another without the last."""
+    return [suffix for suffix in ("", "_short") if find_block(sch, f"qk{suffix}")]
+
+
 def _arrange_rows(sch: Schedule, suffix: str, at, register) -> None:
     """Load 4 rows by whole vectors and rearrange them in registers, inside loop `at`; INT4 planes are split there."""
     if find_block(sch, f"nibbles_{suffix}"):
@@ -82,16 +87,15 @@ def _by_vectors(sch: Schedule, block, loops: int) -> None:
     sch.vectorize(own[-1])
 
 
-def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
+def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int, suffix: str) -> None:
     """Scores [m, t]: for `quads` times 4 keys all rows' digits, then lane groups joined and summed for 16 keys."""
-    scores, total = sch.get_sblock("qk"), sch.get_sblock("qk_total")
-    joined, sums = sch.get_sblock("qk_join"), sch.get_sblock("qk_sums")
+    names = ("qk", "qk_total", "qk_join", "qk_sums")
+    scores, total, joined, sums = (sch.get_sblock(f"{name}{suffix}") for name in names)
     m, t = _own_loops(sch, scores, 2)
     t_outer, t_inner = sch.split(t, [None, _KEYS])
     sch.reorder(t_outer, m, t_inner)
     sch.vectorize(t_inner)
     sch.compute_at(total, m, preserve_unit_loops=True)
-    sch.compute_at(joined, t_outer, preserve_unit_loops=True)
     by_halves = row_tile <= (_ROWS_BY_HALVES if most_sums >= 2 * _VALUE_SUMS else 1)
     row, pair, quad, lane = _own_loops(sch, joined, 4)
     quad, quads = sch.split(quad, [None, 1 if by_halves else 2])
@@ -100,7 +104,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
         sch.unroll(loop)
     sch.vectorize(lane)
     sch.compute_at(sums, quad if by_halves else row, preserve_unit_loops=True)
-    _tensorize_sums(sch, sums, None if by_halves else quad)
+    _tensorize_sums(sch, sums, None if by_halves else quad, f"k{suffix}")
     pair, key, group = _own_loops(sch, total, 3)
     sch.unroll(pair)
     groups = int(sch.get(group).extent)
@@ -117,12 +121,12 @@ def _lanes(sch: Schedule, block) -> int:
     return int(sch.get(block).writes[0].source.shape[-1])
 
 
-def _tensorize_sums(sch: Schedule, sums, arrange_at) -> None:
+def _tensorize_sums(sch: Schedule, sums, arrange_at, keys: str) -> None:
     """Dot products of 4 or 8 keys, which are arranged at a loop, or for each half of a row just before its products."""
     quads, m, d, lane, v, e, j, q = _own_loops(sch, sums, 8)
     tile = (v, e, j, d, quads, m)
     sch.reorder(*tile, lane, q)
-    _arrange_rows(sch, "k", arrange_at or v, vnni.register_arrange_keys)
+    _arrange_rows(sch, keys, arrange_at or v, vnni.register_arrange_keys)
     for loop in tile:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(sums, v)

@@ -34,7 +34,8 @@ def schedule_flash_decode(sch: steps.Schedule, sizes: BlockSizes, row_tile: int,
         return
     steps.parallelize_tasks(sch)
     steps.parallelize_tasks(sch, "merge")
-    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)
+    for suffix in split_steps.qk_suffixes(sch):
+        split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums, suffix)
     generic._schedule_few_rows_softmax(sch, sizes)
     split_steps.digits_by_vectors(sch, sizes.lanes)
     split_steps.tile_sv_for_dots(sch, row_tile, sizes.dot_sums)
@@ -47,4 +48,4 @@ def schedule_qk_gemm(sch: steps.Schedule, sizes: BlockSizes, row_tile: int, colu
         generic.schedule_qk_gemm(sch, sizes, row_tile, columns)
         return
     steps.parallelize_tasks(sch)
-    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums)
+    split_steps.tile_qk_for_dots(sch, row_tile, sizes.dot_sums, suffix="")

@@ -55,12 +55,14 @@ def key_words(cache_rows, last_key, planes: int):
     return te.compute((rows, planes, width // DOT_BYTES, DOT_BYTES), code, name="packed_k")
 
 
-def qk_gemm_packed(digits, offsets, down, codes):
+def qk_gemm_packed(digits, offsets, down, codes, dropped: int = 0):
     """Scores [M, T_block] float32 of query digits [M, E, C / 4, D, 4] int8 against codes of `key_words`.
 
     offsets [M, D] int32: the dot product of a row's digits with the code of zero; down [M] float32.
+    dropped: so many of the last digits are left out.
     """
     rows, planes, quads, count, _ = (int(n) for n in digits.shape)
+    count -= dropped
     keys = int(codes.shape[0]) * KEY_ROW
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, quads), name="c")
     q = te.reduce_axis((0, KEY_QUAD), name="q")
@@ -70,13 +72,13 @@ def qk_gemm_packed(digits, offsets, down, codes):
         lambda t, m, d, lane: te.sum(as_i32(codes[t, e, c, lane * 4 + q]) * as_i32(digits[m, e, c, d, q]), [e, c, q]),
         name="packed_sums",
     )
-    return te.compute(
-        (rows, keys),
-        lambda m, t: (
-            join_digits([sums[t // KEY_ROW, m, d, t % KEY_ROW] - offsets[m, d] for d in range(count)]) * down[m]
-        ),
-        name="qk",
-    )
+    unit = tirx.const(256.0**dropped, "float32")
+
+    def score(m, t):
+        products = [sums[t // KEY_ROW, m, d, t % KEY_ROW] - offsets[m, d] for d in range(count)]
+        return join_digits(products) * (down[m] * unit)
+
+    return te.compute((rows, keys), score, name="qk")
 
 
 def qk_gemm_packed_words(words, offsets, down, codes):

@@ -6,8 +6,8 @@ float32. How many digits there are is the precision (`decode_digits`, `prefill_d
 (or three, where float32 itself sums a head in one chain) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
-No int32 overflows: a head is summed in int32 before anything is rounded, at most LARGEST_PRODUCTS products of 128 * 128
-(of INT4 codes 16 times as many), and LARGEST_KEYS of 255 * 128 for values; pairs of digits shift the first by 8 bits.
+No int32 overflows: a head is summed in int32 before anything is rounded, at most LARGEST_PRODUCTS products of 255 * 128
+(of INT4 codes 16 times as many), and LARGEST_KEYS of as much for values; pairs of digits shift the first by 8 bits.
 
 The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's
 probabilities for 2^-24 of the largest of them: errors are relative to that, not to each element.
@@ -24,7 +24,7 @@ from tvm.tirx import op as tirx_op
 
 from .split_vectors import KEYS_PER_DOT, RowVectors
 
-LARGEST_PRODUCTS = 508
+LARGEST_PRODUCTS = 256
 LARGEST_KEYS = 256
 # Zero of an unsigned key code.
 KEY_OFFSET = {"i8": 128, "i4": 8}
@@ -36,16 +36,15 @@ _DECODE_DIGITS = {"": (4, 3), "balanced": (3, 2), "fast": (2, 2), "approximate":
 
 _EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-# The highest bit of a query row of four digits.
-_TOP_BIT = 30
 # The largest 2^f whose inverse is a normal float32, as exponent field.
 _LARGEST_FIELD = 253
-# Rounds the largest mantissas up to the next exponent: their integers would need a digit of 128.
-_SIGNED_MARGIN = 0x18000
-# What fits fewer digits, less the rounding of the scale.
-_LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3}
+# What fits the digits of a query row, less the rounding of the scale.
+_LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3, 4: 2139062143 - 511}
 # Smaller rows count as this large: the inverse of their scale stays a normal float32.
-_SMALLEST_ROW = 2.0**-96
+_SMALLEST_ROW = 2.0**-95
+# A row whose largest element is at most so many root mean squares does without the last of four digits: its rounding is
+# then below twice that of float32 sums in 16 lanes and a tree, half of theirs for each root mean square (measured).
+_BLUNT_RATIO = 3.5
 _INFINITY_BITS = 0x7F800000
 
 
@@ -68,14 +67,11 @@ def decode_digits(precision: str) -> tuple[int, int]:
     return _DECODE_DIGITS[precision]
 
 
-def signed_field(largest_bits):
-    """Exponent field f of the scale 2^(f - 127) of a row, from the bits of its largest magnitude (finite)."""
-    exponent = (largest_bits + _i32(_SIGNED_MARGIN)) >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + _TOP_BIT) - exponent, _i32(_LARGEST_FIELD))
-
-
 def unsigned_field(largest_bits, digits: int):
-    """As `signed_field` for probabilities: three digits represent those in the binade of the largest one exactly."""
+    """Exponent field f of the scale 2^(f - 127) of probabilities, from the bits of the largest one.
+
+    Three digits represent those in the binade of the largest one exactly.
+    """
     # Rounds up what would round to 256^digits.
     margin = 1 << (_MANTISSA_BITS - 8 * digits) if digits < 3 else 0
     exponent = (largest_bits + _i32(margin)) >> _i32(_MANTISSA_BITS)
@@ -90,18 +86,24 @@ def is_finite(largest_bits):
 def row_scales(largest_bits, digits: int):
     """(up, down) of a query row: the factor that makes its elements integers, and its inverse, NaN if not finite.
 
-    largest_bits: of its largest magnitude. Four digits are scaled by a power of two, fewer by what fills them.
+    largest_bits: of its largest magnitude, which fills the digits.
     """
     finite = is_finite(largest_bits)
-    if digits == 4:
-        field = signed_field(tirx.Select(finite, largest_bits, _i32(0)))
-        up, down = scale_up(field), scale_down(field)
-    else:
-        smallest, one = tirx.const(_SMALLEST_ROW, "float32"), tirx.const(1.0, "float32")
-        magnitude = tirx.Select(finite, tirx.max(tirx.reinterpret("float32", largest_bits), smallest), one)
-        limit = tirx.const(_LARGEST_FIXED[digits], "float32")
-        up, down = limit / magnitude, magnitude / limit
+    smallest, one = tirx.const(_SMALLEST_ROW, "float32"), tirx.const(1.0, "float32")
+    magnitude = tirx.Select(finite, tirx.max(tirx.reinterpret("float32", largest_bits), smallest), one)
+    limit = tirx.const(_LARGEST_FIXED[digits], "float32")
+    up, down = limit / magnitude, magnitude / limit
     return up, tirx.Select(finite, down, tirx.reinterpret("float32", _i32(0x7FC00000)))
+
+
+def needs_last_digit(first_digits_squared, head_size: int):
+    """Whether a row of four digits needs the last one, from the sum of the squares of its first digits.
+
+    The error of three digits grows with the largest element of a row, that of float32 sums with its root mean square.
+    A row of zeros, or one that is not finite, does not need it, so that it has no say in what others of its tile take.
+    """
+    few = first_digits_squared < _i32(int(head_size * (127 / _BLUNT_RATIO) ** 2))
+    return tirx.all(first_digits_squared > _i32(0), few)
 
 
 def scale_up(field):
@@ -138,8 +140,12 @@ def digit_pairs(count: int) -> int:
 
 def join_digits(sums):
     """Exact int32 sums of 1 to 4 digits, most significant first, as float32 of their weighted sum; two roundings."""
-    pairs = [first if second is None else (first << _i32(8)) + second for first, second in _pairs(sums)]
-    return join_pairs(pairs, len(sums))
+    return join_pairs([join_pair(sums[i : i + 2]) for i in range(0, len(sums), 2)], len(sums))
+
+
+def join_pair(sums):
+    """256 times the first of two int32 sums and the second, or one alone."""
+    return sums[0] if len(sums) == 1 else (sums[0] << _i32(8)) + sums[1]
 
 
 def join_pairs(pairs, count: int):
@@ -149,10 +155,6 @@ def join_pairs(pairs, count: int):
         return upper
     weight = 256.0 ** (2 - count % 2)
     return upper * tirx.const(weight, "float32") + tirx.Cast("float32", pairs[1])
-
-
-def _pairs(sums):
-    return [(first, sums[i + 1] if i + 1 < len(sums) else None) for i, first in enumerate(sums) if i % 2 == 0]
 
 
 def load_rows(cache_rows, last_row, name: str):
@@ -206,13 +208,15 @@ def value_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):
     return lambda t, v, e, j, x: codes[t, v, e, j, x]
 
 
-def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors):
+def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors, dropped: int = 0):
     """Scores [M, keys] float32 of query digits against unsigned key codes.
 
-    digits [M, D, V, E, 4, size] int8, repeated for each key of a lane group; starts [M, D, lanes] int32: less
-    the dot product of each lane's digits with the code of zero; down [M] float32; code_at: function of `key_vectors`.
+    digits [M, D, V, E, 4, size] int8, repeated for each key of a lane group; starts [M, pairs of D] int32: less the
+    dot product of all digits with the code of zero; down [M] float32; code_at: function of `key_vectors`.
+    dropped: so many of the last digits are left out, of `starts` too.
     """
     rows, count, _, planes = (int(n) for n in digits.shape[:4])
+    count -= dropped
     lanes, quad = vectors.lanes, vectors.quad
     v, e = te.reduce_axis((0, vectors.count), name="v"), te.reduce_axis((0, planes), name="e")
     j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
@@ -222,7 +226,6 @@ def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors
         lambda t, m, d, lane: te.sum(
             as_i32(code_at(t, v, e, j, lane * 4 + q)) * as_i32(digits[m, d, v, e, j, lane * 4 + q]),
             axis=[v, e, j, q],
-            init=starts[m, d, lane],
         ),
         name="qk_sums",
     )
@@ -241,9 +244,12 @@ def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors
         return lane if vectors.shared == 1 else t % quad // 4 * vectors.row_size // 4 + lane
 
     total = te.compute(
-        (rows, pairs, keys), lambda m, i, t: te.sum(joined[m, i, t // quad, lane_of(t)], axis=group), name="qk_total"
+        (rows, pairs, keys),
+        lambda m, i, t: te.sum(joined[m, i, t // quad, lane_of(t)], axis=group, init=starts[m, i]),
+        name="qk_total",
     )
-    score = lambda m, t: join_pairs([total[m, i, t] for i in range(pairs)], count) * down[m]  # noqa: E731
+    unit = tirx.const(256.0**dropped, "float32")
+    score = lambda m, t: join_pairs([total[m, i, t] for i in range(pairs)], count) * (down[m] * unit)  # noqa: E731
     return te.compute((rows, keys), score, name="qk")
 
 

@@ -33,7 +33,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .split_rows import QK_KEYS, SplitRowsForm
+from .split_rows import SplitRowsForm, qk_keys
 from .visible_values import allocate_value_check, check_values, emit_values
 
 _FEW_ROWS = 2
@@ -94,8 +94,7 @@ def _tile(buffer, tile, row_tile: int):
 
 def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores):
     if split:
-        tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
-        split.emit_qk_split(spec, shape, step, keys, operands, tile_of, scores)
+        _emit_split_qk(spec, shape, step, split, keys, operands, tile, scores)
         return
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
@@ -103,6 +102,25 @@ def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores)
         T.writes(whole(scores))
         rows = match_cache(spec, region, keys.cache.dtype, keys.kv_block)
         splice(step, [rows, keys.last, *(_tile(operand, tile, shape.row_tile) for operand in operands), scores])
+
+
+def _emit_split_qk(spec, shape: DecodeShape, steps, split, keys: CacheBlock, operands, tile, scores):
+    """Without the last digit where no row of the tile needs it."""
+
+    def emit(step, taken) -> None:
+        tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
+        split.emit_qk_split(spec, shape, step, keys, taken, tile_of, scores)
+
+    if steps.short is None:
+        emit(steps.all_digits, operands.of_step(short=False))
+        return
+    first = tile * shape.row_tile
+    needs_all = [operands.needs_all[first + r] for r in range(shape.row_tile)]
+    with T.If(sum(needs_all[1:], needs_all[0]) == T.int32(0)):
+        with T.Then():
+            emit(steps.short, operands.of_step(short=True))
+        with T.Else():
+            emit(steps.all_digits, operands.of_step(short=False))
 
 
 def _emit_softmax(shape, step, scores, m, l, alpha, tile):
@@ -242,7 +260,11 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    qk = split.qk_split_step(spec, R, BC if spec.layout else QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    qk = (
+        split.qk_split_steps(spec, R, BC if spec.layout else qk_keys(R, BC))
+        if split
+        else qk_rows_first_step(spec, shape)
+    )
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
 
     @T.prim_func(s_tir=True)

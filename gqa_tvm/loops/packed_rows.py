@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from tvm import te, tirx
+from tvm import te
 from tvm.script import tirx as T
 
 from ..definitions import packed
@@ -14,7 +14,7 @@ from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .row_state import same_position
 from .splice import make_step, splice, whole
-from .split_rows import write_digits
+from .split_rows import SHORT, QkSteps, has_short_step, sum_of_digits, write_digits
 
 __all__ = [
     "accumulator_position",
@@ -22,7 +22,7 @@ __all__ = [
     "emit_qk_split",
     "packed_keys",
     "packed_values",
-    "qk_split_step",
+    "qk_split_steps",
     "split_rows",
     "sv_split_steps",
 ]
@@ -36,6 +36,12 @@ class PackedRows(NamedTuple):
     digits: Any  # [rows, E, C / 4, D, 4] int8
     offsets: Any  # [rows, D] int32
     down: Any  # [rows] float32, NaN for a row that is not finite
+    needs_all: Any = None  # [rows] int32, 0 = the row does not need its last digit
+
+    def of_step(self, short: bool):
+        """What a step takes: the same without the last digit."""
+        del short
+        return self[:3]
 
 
 def allocate_split_rows(spec: KernelSpec, rows: int) -> PackedRows:
@@ -45,32 +51,24 @@ def allocate_split_rows(spec: KernelSpec, rows: int) -> PackedRows:
         T.sblock_alloc_buffer((rows, spec.cache_planes, quads, digits, packed.KEY_QUAD), "int8"),
         T.sblock_alloc_buffer((rows, digits), "int32"),
         T.sblock_alloc_buffer((rows,)),
+        T.sblock_alloc_buffer((rows,), "int32") if has_short_step(spec) else None,
     )
 
 
 def split_rows(spec: KernelSpec, query, count, target: PackedRows) -> None:
     """Fill `target` from the first `count` rows of query [rows, E, C] float32."""
     spread = lambda row, r: _spread(spec, row, r, target)  # noqa: E731
-    write_digits(spec, query, count, target.down, packed.DOT_LANES, spread)
+    write_digits(spec, query, count, target, packed.DOT_LANES, spread)
 
 
 def _spread(spec: KernelSpec, row, r, target: PackedRows) -> None:
     """One row's digits [D, E, C] in the order of the dot products, and their products with the code of zero."""
     planes, columns = spec.cache_planes, spec.cache_columns
-    # A vector of partial sums, of which LLVM would otherwise make a chain of single bytes.
-    lanes = T.sblock_alloc_buffer((1,), f"int32x{packed.DOT_LANES}")
     for d in range(int(row.shape[0])):
         with T.grid(planes, columns // packed.KEY_QUAD) as (e, c):
             word = row[d, e, T.ramp(c * packed.KEY_QUAD, 1, packed.KEY_QUAD)]
             T.buffer_store(target.digits, word, [r, e, c, d, T.ramp(0, 1, packed.KEY_QUAD)])
-        T.buffer_store(lanes, tirx.Broadcast(T.int32(0), packed.DOT_LANES), [0])
-        with T.grid(planes, columns // packed.DOT_LANES) as (e, c):
-            codes = row[d, e, T.ramp(c * packed.DOT_LANES, 1, packed.DOT_LANES)]
-            T.buffer_store(lanes, lanes[0] + tirx.Cast(f"int32x{packed.DOT_LANES}", codes), [0])
-        total = sum(
-            (tirx.Shuffle([lanes[0]], [T.int32(i)]) for i in range(1, packed.DOT_LANES)),
-            tirx.Shuffle([lanes[0]], [T.int32(0)]),
-        )
+        total = sum_of_digits(row, d)
         T.buffer_store(target.offsets, total * T.int32(si.KEY_OFFSET[spec.cache]), [r, d])
 
 
@@ -89,16 +87,23 @@ def _rows(spec: KernelSpec, kv_block: int, keys: int):
     return te.placeholder(shape, CACHE_DTYPES[spec.cache], name="rows"), te.var("last_key", "int32")
 
 
-def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
-    """scores = query keys^T; arguments: cache rows, last key, the fields of `PackedRows`, scores."""
+def qk_split_steps(spec: KernelSpec, row_tile: int, kv_block: int) -> QkSteps:
+    """scores = query keys^T; arguments: cache rows, last key, digits, offsets, down, scores."""
+    steps = [_qk_step(spec, row_tile, kv_block)]
+    if has_short_step(spec):
+        steps.append(_qk_step(spec, row_tile, kv_block, dropped=1))
+    return QkSteps(*steps)
+
+
+def _qk_step(spec: KernelSpec, row_tile: int, kv_block: int, dropped: int = 0):
     cache_rows, last_key = packed_keys(spec, kv_block)
     planes, quads = spec.cache_planes, spec.cache_columns // packed.KEY_QUAD
     count, _ = si.decode_digits(spec.precision)
     digits = te.placeholder((row_tile, planes, quads, count, packed.KEY_QUAD), "int8", name="digits")
     offsets = te.placeholder((row_tile, count), "int32", name="offsets")
     down = te.placeholder((row_tile,), name="down")
-    scores = packed.qk_gemm_packed(digits, offsets, down, packed.key_words(cache_rows, last_key, planes))
-    return make_step([cache_rows, last_key, digits, offsets, down, scores])
+    scores = packed.qk_gemm_packed(digits, offsets, down, packed.key_words(cache_rows, last_key, planes), dropped)
+    return make_step([cache_rows, last_key, digits, offsets, down, scores], SHORT if dropped else "")
 
 
 def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):

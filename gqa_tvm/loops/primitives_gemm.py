@@ -15,7 +15,7 @@ from .decode import DecodeShape, qk_rows_first_step, split_form, sv_rows_first_s
 from .primitives_cache import declare_column_scale, declare_matrix
 from .row_state import same_position
 from .splice import alias, splice, whole
-from .split_rows import QK_KEYS, SplitRows, SplitRowsForm
+from .split_rows import SplitRows, SplitRowsForm, qk_keys
 
 
 def _gemm_shape(spec: KernelSpec, sizes, split: SplitRowsForm | None = None) -> DecodeShape:
@@ -67,18 +67,20 @@ def _emit_qk(spec: KernelSpec, shape: DecodeShape, step, keys, begin, last, quer
 
 def _emit_qk_split(spec: KernelSpec, shape: DecodeShape, step, keys, begin, last, operands: SplitRows, scores) -> None:
     """As `_emit_qk` by integer dot products, a few keys at a time."""
-    with T.serial(0, shape.kv_block // QK_KEYS) as part:
-        offset = T.bind(part * QK_KEYS)
-        region = keys[begin + offset : begin + offset + QK_KEYS, 0 : spec.cache_columns]
-        target = scores[0 : shape.row_tile, offset : offset + QK_KEYS]
+    taken = operands.of_step(short=False)
+    step_keys = qk_keys(shape.row_tile, shape.kv_block)
+    with T.serial(0, shape.kv_block // step_keys) as part:
+        offset = T.bind(part * step_keys)
+        region = keys[begin + offset : begin + offset + step_keys, 0 : spec.cache_columns]
+        target = scores[0 : shape.row_tile, offset : offset + step_keys]
         with T.sblock("qk_step"):
-            T.reads(region, *(whole(operand) for operand in operands))
+            T.reads(region, *(whole(operand) for operand in taken))
             T.writes(target)
-            rows = match_cache(spec, region, keys.dtype, QK_KEYS)
+            rows = match_cache(spec, region, keys.dtype, step_keys)
             part_scores = T.match_buffer(
-                target, (shape.row_tile, QK_KEYS), "float32", strides=(shape.kv_block, 1), offset_factor=1
+                target, (shape.row_tile, step_keys), "float32", strides=(shape.kv_block, 1), offset_factor=1
             )
-            splice(step, [rows, last - T.Cast("int32", offset), *operands, part_scores])
+            splice(step, [rows, last - T.Cast("int32", offset), *taken, part_scores])
 
 
 def _query_operands(spec: KernelSpec, split: SplitRowsForm | None, query_tile):
@@ -141,7 +143,7 @@ def qk_gemm(spec: KernelSpec, sizes):
     split = split_form(spec, sizes) if multiplies_digits(spec, sizes) else None
     shape = _gemm_shape(spec, sizes, split)
     R, BC, chunk = shape.row_tile, shape.kv_block, sizes.kv_chunk
-    step = split.qk_split_step(spec, R, QK_KEYS) if split else qk_rows_first_step(spec, shape)
+    step = split.qk_split_steps(spec, R, qk_keys(R, BC)).all_digits if split else qk_rows_first_step(spec, shape)
     emit = _emit_qk_split if split else _emit_qk
     position = split.query_position if split else same_position
 

@@ -14,13 +14,16 @@ from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, match_cache
 from .row_state import same_position as accumulator_position
 from .splice import make_step, splice, whole
-from .split_rows import QK_KEYS, stored_rows
+from .split_rows import QkSteps, stored_rows
+
+# Keys of a QK step.
+QK_KEYS = 16
 
 __all__ = [
     "accumulator_position",
     "allocate_split_rows",
     "emit_qk_split",
-    "qk_split_step",
+    "qk_split_steps",
     "split_rows",
     "sv_split_steps",
 ]
@@ -31,6 +34,11 @@ class SignedRows(NamedTuple):
 
     digits: Any  # [rows, D, C / 16, E, 16] int8
     down: Any  # [rows] float32, NaN for a row that is not finite
+
+    def of_step(self, short: bool):
+        """What a step takes: there is none without the last digit."""
+        del short
+        return self
 
 
 def allocate_split_rows(spec: KernelSpec, rows: int) -> SignedRows:
@@ -59,7 +67,7 @@ def split_rows(spec: KernelSpec, query, count, target: SignedRows) -> None:
                 T.buffer_store(target.digits, digit, [r, d, v, e, x])
 
 
-def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
+def qk_split_steps(spec: KernelSpec, row_tile: int, kv_block: int) -> QkSteps:
     """scores = query keys^T; arguments: cache rows, last row, the fields of `SignedRows`, scores."""
     cache_rows, last_row = stored_rows(spec, kv_block)
     vectors, planes = spec.cache_columns // signed.DOT_BYTES, spec.cache_planes
@@ -68,7 +76,7 @@ def qk_split_step(spec: KernelSpec, row_tile: int, kv_block: int):
     down = te.placeholder((row_tile,), name="down")
     code_at = signed.key_codes(cache_rows, last_row, planes)
     scores = signed.qk_gemm_digits(digits, down, code_at, (kv_block, vectors, planes))
-    return make_step([cache_rows, last_row, digits, down, scores])
+    return QkSteps(make_step([cache_rows, last_row, digits, down, scores]))
 
 
 def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
