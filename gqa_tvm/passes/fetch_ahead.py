@@ -83,8 +83,10 @@ def _with_fetch(loop, around):
     of_row, of_column = _variables(row), _variables(column)
     chain = [each.loop_var for each in (loop, *around)]
     conditions = [variable == 0 for variable in chain if not _holds(of_row + of_column, variable)]
-    innermost_row = next((i for i, variable in enumerate(chain) if _holds(of_row, variable)), len(chain))
-    comes_again = any(_holds(of_column, variable) for variable in chain[innermost_row:])
+    # What is unrolled is one read of several rows and columns.
+    reads = [each.loop_var for each in (loop, *around) if each.kind != tirx.ForKind.UNROLLED]
+    innermost_row = next((i for i, variable in enumerate(reads) if _holds(of_row, variable)), len(reads))
+    comes_again = any(_holds(of_column, variable) for variable in reads[innermost_row:])
     if comes_again or len({str(each.indices[3]) for each in loads}) > 1:
         fetched = [tirx.IntImm("int32", first) for first in range(0, columns, line)]
         conditions.append(column == 0)
