@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from workloads import CACHE_BITS, Workload
 
+from gqa_tvm.arrays import huge_page_zeros
 from gqa_tvm.reference import dequantize, quantize
 from gqa_tvm.reference.quantization import head_scales
 
@@ -30,7 +31,7 @@ class Gemm(NamedTuple):
 
 
 def make_call(workload: Workload, seed: int = 0) -> Call:
-    """A call of the operator with a shared buffer of `total` rows for past and present."""
+    """A call of the operator with a shared buffer of `total` rows for past and present, the same for everyone."""
     rng = np.random.default_rng(seed)
     tokens = (workload.batch, workload.tokens)
     dtype = _FLOATS[workload.query]
@@ -42,8 +43,8 @@ def make_call(workload: Workload, seed: int = 0) -> Call:
         "query": normal(*tokens, workload.heads * workload.head_size),
         "key": normal(*tokens, workload.kv_heads * workload.head_size),
         "value": normal(*tokens, workload.kv_heads * workload.head_size),
-        "past_key": _stored_rows(workload, rng, (workload.batch, workload.kv_heads, workload.total)),
-        "past_value": _stored_rows(workload, rng, (workload.batch, workload.kv_heads, workload.total)),
+        "past_key": as_kv_cache(_stored_rows(workload, rng, (workload.batch, workload.kv_heads, workload.total))),
+        "past_value": as_kv_cache(_stored_rows(workload, rng, (workload.batch, workload.kv_heads, workload.total))),
         "seqlens_k": np.array(workload.totals, np.int32) - np.int32(1),
         "total_sequence_length": np.array([workload.total], np.int32),
     }
@@ -58,6 +59,13 @@ def make_call(workload: Workload, seed: int = 0) -> Call:
         attributes["local_window_size"] = workload.window
     _add_feature(workload, attributes, inputs)
     return Call(attributes, inputs)
+
+
+def as_kv_cache(rows: np.ndarray) -> np.ndarray:
+    """A copy where gqa_tvm.KVCache has its rows, in huge pages: those of NumPy's large arrays straddle cache lines."""
+    cache = huge_page_zeros(rows.shape, rows.dtype)
+    cache[...] = rows
+    return cache
 
 
 def _add_feature(workload: Workload, attributes: dict[str, Any], inputs: dict[str, np.ndarray]) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from calls import Call, Gemm
+from calls import Call, Gemm, as_kv_cache
 from workloads import Workload
 
 from gqa_tvm import GroupQueryAttention, pack_kv_cache, primitives
@@ -99,7 +99,7 @@ def _ours_packed(calls: list[Call], threads: int, **options: Any) -> Contender:
     """This project over caches of its own, packed from those of the calls."""
     packed = []
     for call in calls:
-        keys, values = pack_kv_cache(call.inputs["past_key"], call.inputs["past_value"])
+        keys, values = map(as_kv_cache, pack_kv_cache(call.inputs["past_key"], call.inputs["past_value"]))
         packed.append(call._replace(inputs={**call.inputs, "past_key": keys, "past_value": values}))
     return replace(_ours(OURS, packed, threads, kv_layout="packed", **options), writes_cache=False)
 

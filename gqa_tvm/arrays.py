@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     import tvm_ffi
 
 ALIGNMENT = 64
+_HUGE_PAGE = 2 << 20
 
 
 def as_array(value: Any, name: str) -> np.ndarray | None:
@@ -124,3 +127,29 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype, allocate: Any) -> np.ndarr
     # A third of the time that buffer.ctypes.data takes.
     start = -ctypes.addressof(ctypes.c_char.from_buffer(buffer)) % ALIGNMENT
     return np.ndarray(shape, dtype, buffer, start)
+
+
+def huge_page_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Zeroed array in an anonymous mapping that lives as long as it; pages are only touched when they are written.
+
+    From 2 MiB on it starts at a multiple of 2 MiB and asks for huge pages where the system has them; smaller ones start
+    at a page. Raises OSError or OverflowError where there is no room.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    is_large = nbytes >= _HUGE_PAGE
+    mapping = _map(nbytes + _HUGE_PAGE if is_large else nbytes)
+    start = 0
+    if is_large:
+        start = -np.frombuffer(mapping, np.uint8).__array_interface__["data"][0] % _HUGE_PAGE
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            # Kernels without huge pages refuse the advice; the memory is as good.
+            with contextlib.suppress(OSError):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.ndarray(shape, dtype, mapping, start)
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    # Python's default is shared memory, which gets no huge pages and which a forked process would write into.
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, nbytes)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 import operator
 from typing import Any
 
 import numpy as np
 
+from .arrays import huge_page_zeros
 from .errors import InvalidArgument
 from .kv_layout import PACKED_STEP, layout_from, packed_capacity, packed_shapes
 from .sliding_window import can_rewind
 
 _INT32_MAX = 2**31 - 1
-_HUGE_PAGE = 2 << 20
 _FLOAT_NAMES = ("float32", "float16", "bfloat16")
 
 
@@ -205,7 +203,7 @@ class KVCache:
         shape: tuple[int, ...] = (*self._heads, capacity, self._columns)
         shapes = packed_shapes(*self._heads, capacity, self._columns) if self._layout else (shape, shape)
         try:
-            return _huge_page_zeros(shapes[0], self._dtype), _huge_page_zeros(shapes[1], self._dtype)
+            return huge_page_zeros(shapes[0], self._dtype), huge_page_zeros(shapes[1], self._dtype)
         except (OSError, OverflowError):
             nbytes = math.prod(shape) * self._dtype.itemsize
             raise InvalidArgument(
@@ -275,29 +273,3 @@ def _read_scale(name: str, given: Any, channels: int) -> np.ndarray:
     if not np.isfinite(scale).all():
         raise InvalidArgument(f"{name} must be finite, got {scale[~np.isfinite(scale)][0]}")
     return scale
-
-
-def _huge_page_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeroed array in an anonymous mapping that lives as long as it; pages are only touched when they are written.
-
-    From 2 MiB on it starts at a multiple of 2 MiB and asks for huge pages where the system has them; smaller ones start
-    at a page. Raises OSError or OverflowError where there is no room.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    is_large = nbytes >= _HUGE_PAGE
-    mapping = _map(nbytes + _HUGE_PAGE if is_large else nbytes)
-    start = 0
-    if is_large:
-        start = -np.frombuffer(mapping, np.uint8).__array_interface__["data"][0] % _HUGE_PAGE
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Kernels without huge pages refuse the advice; the memory is as good.
-            with contextlib.suppress(OSError):
-                mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.ndarray(shape, dtype, mapping, start)
-
-
-def _map(nbytes: int) -> mmap.mmap:
-    # Python's default is shared memory, which gets no huge pages and which a forked process would write into.
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, nbytes)
