@@ -163,7 +163,8 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     column_outer, outer, inner = sch.split(column, [None, halves * size // lanes, lanes])
     sch.reorder(m_outer, column_outer, e, m_inner, outer, inner)
     sch.compute_at(product, e, preserve_unit_loops=True)
-    for loop in (m_inner, outer):
+    # Nibbles of a known plane take fewer instructions.
+    for loop in (e, m_inner, outer):
         sch.unroll(loop)
     sch.vectorize(inner)
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)

@@ -1,4 +1,4 @@
-"""flash_decode asks for every line of the cache once, some rows before it reads it."""
+"""flash_decode asks for every line of the cache some rows before it reads it, once or twice."""
 
 from __future__ import annotations
 
@@ -14,20 +14,23 @@ from fetched_lines import TOKENS
 from gqa_tvm.targets import architecture, missing_features
 
 _L1_BYTES = 32768
-# target, cache, heads per KV head, head size, layout: with one pass over the values and several, whole vectors and not,
-# decoded on the way and ahead.
-_CASES = [
+# target, cache, heads per KV head, head size, layout: whole vectors and not, decoded on the way and ahead.
+_ONE_PASS = [
     ("x86-avx512-vnni", "i8", 1, 128, "bnsh"),
-    ("x86-avx512-vnni", "i8", 2, 128, "bnsh"),
     ("x86-avx512-vnni", "i8", 7, 64, "bnsh"),
-    ("x86-avx512-vnni", "i4", 4, 128, "bnsh"),
     ("x86-avx512-vnni", "i8", 2, 80, "bnsh"),
     ("x86-avx512-vnni", "i8", 2, 128, "packed"),
     ("x86-avx512-vnni", "i4", 2, 128, "packed"),
     ("x86-avx512", "f16", 2, 128, "bnsh"),
+]
+# These read the values of a block of keys in several passes.
+_SEVERAL_PASSES = [
+    ("x86-avx512-vnni", "i8", 2, 128, "bnsh"),
+    ("x86-avx512-vnni", "i4", 4, 128, "bnsh"),
     ("x86-avx2", "i4", 3, 64, "bnsh"),
     ("x86-avx2", "f16", 2, 72, "bnsh"),
 ]
+_CASES = _ONE_PASS + _SEVERAL_PASSES
 _FLOAT32 = ("x86-avx2", "f32", 2, 128, "bnsh")
 _ROW_BYTES = {"i8": 1, "i4": 0.5, "f16": 2}
 _LINE = 64
@@ -50,18 +53,38 @@ def fetched(tmp_path_factory):
     return dict(zip(cases, json.loads(child.stdout), strict=True))
 
 
+def _lines(first_row: int, rows: int, row_bytes: int) -> list[int]:
+    return [row * row_bytes + byte for row in range(first_row, first_row + rows) for byte in range(0, row_bytes, _LINE)]
+
+
+def _offsets(fetched, case):
+    if case not in fetched:
+        pytest.skip(f"{case[0]} does not run here")
+    return fetched[case]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", _CASES, ids=lambda case: "-".join(map(str, case)))
 def test_every_line_is_fetched_once(fetched, case):
-    if case not in fetched:
-        pytest.skip(f"{case[0]} does not run here")
     _, cache, _, head_size, layout = case
     keys_per_row = (16, 4) if layout == "packed" else (1, 1)
-    for offsets, keys in zip(fetched[case], keys_per_row, strict=True):
+    offsets = _offsets(fetched, case)[: 1 if case in _SEVERAL_PASSES else 2]
+    for own, keys in zip(offsets, keys_per_row, strict=False):
         row_bytes = int(head_size * _ROW_BYTES[cache]) * keys
-        first = _L1_BYTES // 4 // row_bytes
-        rows = range(first, first + TOKENS // keys)
-        assert sorted(offsets) == [row * row_bytes + byte for row in rows for byte in range(0, row_bytes, _LINE)]
+        assert sorted(own) == _lines(_L1_BYTES // 4 // row_bytes, TOKENS // keys, row_bytes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _SEVERAL_PASSES, ids=lambda case: "-".join(map(str, case)))
+def test_several_passes_fetch_the_next_block_in_the_order_of_memory(fetched, case):
+    """The last block has none after it: it fetches ahead in its first pass, as if there were no other."""
+    row_bytes = int(case[3] * _ROW_BYTES[case[1]])
+    offsets = _offsets(fetched, case)[1]
+    block = offsets[0] // row_bytes
+    assert block % 64 == 0 and TOKENS % block == 0
+    followed, last = offsets[: -block * len(_lines(0, 1, row_bytes))], offsets[-block * len(_lines(0, 1, row_bytes)) :]
+    assert followed == _lines(block, TOKENS - block, row_bytes)
+    assert sorted(last) == _lines(TOKENS - block + _L1_BYTES // 4 // row_bytes, block, row_bytes)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
+from ..schedules.block_sizes import largest_divisor
 from ..schedules.fetch import FETCH_AHEAD, FETCH_AROUND
 from .functions import function_pass
 
@@ -69,37 +70,90 @@ def _loops(body) -> list:
 def _with_fetch(loop, around):
     """The body of a loop, and fetches for a later row, once for each line that the loops load.
 
-    around: the marked loops around, innermost first. Where rows come again for further columns, all lines of a row are
-    fetched the first time: asked for every other line, the prefetchers of the CPU become slower themselves.
+    around: the marked loops around, innermost first.
     """
     loads = _cache_loads(loop.body)
     if not loads:
         # A copy of the loop that sets sums to zero.
         return loop.body
+    in_next_block, is_last = _fetches_of_next_block(loads[0], (loop, *around))
+    return tirx.SeqStmt([loop.body, *in_next_block, *_fetches(loads, loop, around, is_last)])
+
+
+def _fetches_of_next_block(load, loops):
+    """Where a block's rows are read in several passes: fetches of the next block's, evenly, and whether there is none.
+
+    With all fetches in the first pass, memory would rest in the others. Else nothing, and None.
+    """
+    cache, (batch, head, row, _) = load.source, load.indices
+    nothing = [], None
+    at = next((i for i, each in enumerate(loops) if each.kind != tirx.ForKind.UNROLLED), None)
+    clamps = _nodes(row, tirx.Min)
+    if at is None or len(clamps) != 1:
+        return nothing
+    unrolled, reads, passes = loops[:at], loops[at], loops[at + 1 :]
+    together = [each for each in unrolled if _holds(_variables(row), each.loop_var)]
+    if len(together) != 1 or any(_holds(_variables(row), each.loop_var) for each in passes):
+        return nothing
+    rows, iterations = int(together[0].extent), int(reads.extent)
+    turn, turns = 0, 1
+    for each in passes:
+        turn, turns = turn + each.loop_var * turns, turns * int(each.extent)
+    spread = largest_divisor(rows, turns)
+    if spread == 1:
+        return nothing
+    share = rows // spread
+    begin = _at_zero(row, [reads.loop_var, together[0].loop_var])
+    first = (turn * iterations + reads.loop_var) * share + together[0].loop_var
+    block, last = iterations * rows, clamps[0].b
+    ahead = cache.strides[2] * block
+    target = begin + tirx.Cast("int64", first)
+    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, target, ahead + c])) for c in _lines(cache)]
+    # The same for all iterations, so that it costs none of them.
+    is_followed = last >= T.int64(2 * block - 1)
+    conditions = [together[0].loop_var < share, turn < spread, is_followed]
+    conditions += [each.loop_var == 0 for each in unrolled if each is not together[0]]
+    return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches], tirx.Not(is_followed)
+
+
+def _fetches(loads, loop, around, condition) -> list:
+    """Fetches of a row that comes the mark's bytes later; condition: when at all, None = always.
+
+    Where rows come again for further columns, all lines of a row are fetched the first time: asked for every other
+    line, the prefetchers of the CPU become slower themselves.
+    """
     cache, (batch, head, row, column) = loads[0].source, loads[0].indices
-    width = tvm.DataType(str(cache.dtype)).itemsize
-    columns, line = int(cache.shape[3]), _LINE_BYTES // width
+    row_bytes, line = int(cache.shape[3]) * _width(cache), _LINE_BYTES // _width(cache)
     column, lanes = _first_column(column, loop.body)
     of_row, of_column = _variables(row), _variables(column)
     chain = [each.loop_var for each in (loop, *around)]
     conditions = [variable == 0 for variable in chain if not _holds(of_row + of_column, variable)]
+    conditions += [] if condition is None else [condition]
     # What is unrolled is one read of several rows and columns.
     reads = [each.loop_var for each in (loop, *around) if each.kind != tirx.ForKind.UNROLLED]
     innermost_row = next((i for i, variable in enumerate(reads) if _holds(of_row, variable)), len(reads))
     comes_again = any(_holds(of_column, variable) for variable in reads[innermost_row:])
     if comes_again or len({str(each.indices[3]) for each in loads}) > 1:
-        fetched = [tirx.IntImm("int32", first) for first in range(0, columns, line)]
+        fetched = _lines(cache)
         conditions.append(column == 0)
     else:
-        fetched = [column]
+        fetched = [tirx.Cast("int64", column)]
         if lanes < line:
             conditions.append(tirx.floormod(column, line) == 0)
     # Beyond the row's end: of a row further on, the address would be computed anew for every load.
-    ahead = cache.strides[2] * max(1, int(loop.annotations[FETCH_AHEAD]) // (columns * width))
-    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + tirx.Cast("int64", c)])) for c in fetched]
-    if conditions:
-        fetches = [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches]
-    return tirx.SeqStmt([loop.body, *fetches])
+    ahead = cache.strides[2] * max(1, int(loop.annotations[FETCH_AHEAD]) // row_bytes)
+    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + c])) for c in fetched]
+    return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches] if conditions else fetches
+
+
+def _width(cache) -> int:
+    """Bytes of an element."""
+    return tvm.DataType(str(cache.dtype)).itemsize
+
+
+def _lines(cache) -> list:
+    """The first column of each line of a row, int64."""
+    return [T.int64(first) for first in range(0, int(cache.shape[3]), _LINE_BYTES // _width(cache))]
 
 
 def _first_column(column, body):
@@ -117,14 +171,18 @@ def _fetch(load):
 
 
 def _variables(expression) -> list:
-    variables = []
+    return _nodes(expression, tvm.ir.Var)
 
-    def find(variable):
-        variables.append(variable)
-        return variable
 
-    tvm_ffi.structural_map(expression, (tvm.ir.Var, find))
-    return variables
+def _nodes(expression, kind) -> list:
+    nodes = []
+
+    def find(node):
+        nodes.append(node)
+        return node
+
+    tvm_ffi.structural_map(expression, (kind, find))
+    return nodes
 
 
 def _holds(variables, variable) -> bool:
