@@ -118,11 +118,10 @@ def compiler_target(spec: KernelSpec, target: Target, sizes: BlockSizes) -> dict
     """TVM's description of what a kernel is compiled for, with LLVM's options.
 
     Flash schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row. They are a
-    part of the time that counts where there are one or two rows, and of split-integer kernels.
+    part of the time that counts where there are one or two rows, whose float32 products are few.
     """
-    decodes_many = spec.operation == "flash_decode" and spec.row_tile > 2
-    many_rows = decodes_many or spec.operation in ("flash_prefill", "naive")
-    unrolls = not many_rows or multiplies_digits(spec, sizes)
+    many_rows = spec.operation in ("flash_prefill", "naive") or (spec.operation == "flash_decode" and spec.row_tile > 2)
+    unrolls = not many_rows and not multiplies_digits(spec, sizes)
     options = [] if unrolls else ["-unroll-threshold-aggressive:uint=100"]
     if spec.operation == "flash_prefill":
         # Else constants of softcap, moved out of all loops, take registers from the sums of a tile.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from . import intrinsics_vnni as vnni
 from .steps import Schedule, _own_loops, find_block, reduce_along_row, vectorize_last
 
@@ -13,6 +15,8 @@ _VALUE_SUMS = 12
 # Few rows have too few products to hide the shuffles of whole rows: they take half a row at a time, which the CPU's
 # window spans. More rows share a vector of digits between two groups of 4 keys.
 _ROWS_BY_HALVES = 2
+# So many products of all rows are one stretch of code.
+_UNROLLED_PRODUCTS = 96
 
 
 def multiplies_digits(sch: Schedule) -> bool:
@@ -100,7 +104,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int, suffix: str) 
     row, pair, quad, lane = _own_loops(sch, joined, 4)
     quad, quads = sch.split(quad, [None, 1 if by_halves else 2])
     sch.reorder(quad, row, quads, pair, lane)
-    for loop in (row, quads, pair) if by_halves else (quads, pair):
+    for loop in (row, quads, pair) if by_halves or _products(sch, sums) <= _UNROLLED_PRODUCTS else (quads, pair):
         sch.unroll(loop)
     sch.vectorize(lane)
     sch.compute_at(sums, quad if by_halves else row, preserve_unit_loops=True)
@@ -114,6 +118,11 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int, most_sums: int, suffix: str) 
         outer, key = sch.split(key, [None, lanes])
         sch.unroll(outer)
     sch.tensorize(key, vnni.register_group_sum(4 * lanes, groups))
+
+
+def _products(sch: Schedule, sums) -> int:
+    """Dot products of all rows with 8 keys."""
+    return 2 * math.prod(int(sch.get(loop).extent) for loop in _own_loops(sch, sums, 8)[1:7]) // _lanes(sch, sums)
 
 
 def _lanes(sch: Schedule, block) -> int:
