@@ -47,7 +47,9 @@ def _tile_qk(sch: Schedule, suffix: str) -> None:
     codes = sch.get_sblock(f"packed_k{suffix}")
     planes = int(sch.get(codes).writes[0].source.shape[1])
     groups = largest_divisor(_QK_GROUPS[planes], max(1, _QK_SUMS // (digits * rows)))
+    keys = int(sch.get(t).extent)
     t, group, lane = sch.split(t, [None, groups, _LANES])
+    steps.end_at_last_key(sch, t, keys)
     m_outer, m_inner = sch.split(m, [None, rows])
     sch.reorder(t, m_outer, group, m_inner, lane)
     sch.compute_at(sums, m_outer, preserve_unit_loops=True)
@@ -91,6 +93,7 @@ def _tile_sv(sch: Schedule) -> None:
         sch.unroll(loop)
     sch.vectorize(lane)
     m, d, e, column, t, b = _own_loops(sch, product, 6)
+    steps.end_at_last_key(sch, t, _VALUE_KEYS * int(sch.get(t).extent))
     vector, lane = sch.split(column, [None, _LANES])
     sch.reorder(t, vector, e, m, d, lane, b)
     if find_block(sch, "packed_v"):

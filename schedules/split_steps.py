@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 from . import intrinsics_vnni as vnni
-from .steps import Schedule, _own_loops, find_block, reduce_along_row, vectorize_last
+from .steps import Schedule, _own_loops, end_at_last_key, find_block, reduce_along_row, vectorize_last
 
 _KEYS = 16
+_KEYS_OF_DOT = 4
 # Bytes of the longest vectors.
 _LONGEST = 64
 # Sums of three digits with the 4 vectors that 4 rows of one vector make.
@@ -177,6 +178,8 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
         sch.unroll(loop)
     sch.vectorize(inner)
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
+    keys = _KEYS_OF_DOT * int(sch.get(t).extent)
+    end_at_last_key(sch, t, keys)
     planes = int(sch.get(product).writes[0].source.shape[3])
     if fits_two and (planes == 1 or size == _LONGEST):
         tile = (v, e, m, d, j)
@@ -186,7 +189,7 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
         # Values pass through one register; the digits stay in others.
         tile = (v, e, j, m, d)
         sch.reorder(t, *tile, lane, b)
-        arrange_block(sch, "v", vnni.register_arrange_values)
+        end_at_last_key(sch, arrange_block(sch, "v", vnni.register_arrange_values), keys)
     for loop in tile:
         sch.unroll(loop)
     zeros = sch.decompose_reduction(product, t)

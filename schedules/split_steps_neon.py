@@ -38,11 +38,15 @@ def _arrange_rows(sch: Schedule, name: str, at, register) -> None:
     sch.tensorize(first, intrinsic)
 
 
-def arrange_block(sch: Schedule, name: str, inner: int, register) -> None:
-    """Arrange the rows of a whole block ahead of their products; inner: own loops of one arrangement in registers."""
+def arrange_block(sch: Schedule, name: str, inner: int, register, is_part: bool = False) -> None:
+    """Arrange the rows of a block ahead of their products; inner: own loops of one arrangement in registers.
+
+    is_part: of a block of which the step takes a few keys.
+    """
     arrange, load = sch.get_sblock(f"arrange_{name}"), sch.get_sblock(f"load_{name}")
     nibbles = find_block(sch, f"nibbles_{name}")
-    end_at_last_key(sch, sch.get_loops(nibbles or arrange)[0], int(sch.get(load).reads[0].source.shape[0]))
+    if not is_part:
+        end_at_last_key(sch, sch.get_loops(nibbles or arrange)[0], int(sch.get(load).reads[0].source.shape[0]))
     if nibbles:
         vector = _own_loops(sch, nibbles, inner + 2)[0]
         sch.compute_at(arrange, vector, preserve_unit_loops=True)
@@ -70,7 +74,7 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
     quad, m, d, lane, v, e, j, q = _own_loops(sch, sums, 8)
     sch.reorder(v, e, quad, m, d, lane, j, q)
     if row_tile >= _MANY_ROWS:
-        arrange_block(sch, "k", 2, neon.register_arrange_keys)
+        arrange_block(sch, "k", 2, neon.register_arrange_keys, is_part=True)
     else:
         _arrange_rows(sch, "k", v, neon.register_arrange_keys)
     for loop in (e, quad, m, d):

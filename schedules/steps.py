@@ -180,8 +180,9 @@ def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intri
     by all rows, then summed across lanes by the intrinsic."""
     scores, partial = sch.get_sblock("qk"), sch.get_sblock("qk_partial")
     m, t, lane = _own_loops(sch, scores, 3)
-    keys = sizes.decode_key_tile(row_tile)
+    keys, block = sizes.decode_key_tile(row_tile), int(sch.get(t).extent)
     t_outer, t_inner = sch.split(t, [None, keys])
+    end_at_last_key(sch, t_outer, block)
     # The intrinsic has no loop for an axis of extent 1: that one stays outside.
     outer, inner = (t_inner, m) if keys == 1 else (m, t_inner)
     sch.reorder(t_outer, outer, inner, lane)
@@ -227,7 +228,9 @@ def tile_sv_for_few_rows(sch: Schedule, sizes: BlockSizes, row_tile: int, padded
     planes = int(sch.get(plane).extent)
     fitting = max(1, sizes.decode_accumulators // (row_tile * planes))
     c_outer, c_vectors, lane = sch.split(column, [None, largest_divisor(vectors, fitting), sizes.lanes])
+    block = int(sch.get(t).extent)
     t_outer, t_inner = sch.split(t, [None, sizes.decode_sv_unroll])
+    end_at_last_key(sch, t_outer, block)
     sch.reorder(c_outer, t_outer, t_inner, c_vectors, plane, m, lane)
     sch.reverse_compute_at(result, c_outer, preserve_unit_loops=True)
     loops = sch.get_loops(result)

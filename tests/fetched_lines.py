@@ -1,7 +1,7 @@
 """Run as a program: what flash_decode fetches ahead, for every case of standard input.
 
-A case is [target, cache, heads per KV head, head size, layout] of a step over TOKENS keys; its answer: two lists, for
-keys and values: how many bytes after the array's begin a fetch was, in their order.
+A case is [target, cache, heads per KV head, head size, layout, keys] of a step; its answer: two lists, for keys and
+values: how many bytes after the array's begin a fetch was, in their order.
 """
 
 import ctypes
@@ -18,7 +18,6 @@ from tvm.script import tirx as T
 from gqa_tvm import GroupQueryAttention
 from gqa_tvm.passes import fetch_ahead
 
-TOKENS = 768
 _FAR = 1 << 20
 _RECORDER = """
 #include <stdint.h>
@@ -42,16 +41,16 @@ def _record_instead(load):
     return tirx.Evaluate(tirx.call_extern("int32", "gqa_record_fetch", T.address_of(load)))
 
 
-def _fetched(recorder, target, cache, group, head_size, layout):
+def _fetched(recorder, target, cache, group, head_size, layout, tokens):
     bits = {"i8": 8, "i4": 4}.get(cache, 0)
     kind = "PER_TENSOR" if bits else "NONE"
     options = {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits} if bits else {}
     op = GroupQueryAttention(num_heads=group, kv_num_heads=1, kv_layout=layout, target=target, num_threads=1, **options)
     columns = head_size // 2 if bits == 4 else head_size
     dtype = {"i8": np.int8, "i4": np.uint8, "f16": np.float16, "f32": np.float32}[cache]
-    shapes = [(1, 1, TOKENS, columns)] * 2
+    shapes = [(1, 1, tokens, columns)] * 2
     if layout == "packed":
-        shapes = [(1, 1, TOKENS // 16, columns // 4, 16, 4), (1, 1, TOKENS // 4, columns, 4)]
+        shapes = [(1, 1, tokens // 16, columns // 4, 16, 4), (1, 1, tokens // 4, columns, 4)]
     # Far from each other, so that it is plain for which of them a fetch is.
     memory = np.zeros(4 * _FAR, np.uint8)
     sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape in shapes]
@@ -63,7 +62,7 @@ def _fetched(recorder, target, cache, group, head_size, layout):
     rows = [np.ones((1, 1, heads * head_size), query_dtype) for heads in (group, 1, 1)]
     scale = np.ones(1, np.float32)
     extra = {"k_scale": scale, "v_scale": scale} if bits else {}
-    lengths = np.array([TOKENS - 1], np.int32), np.array([TOKENS], np.int32)
+    lengths = np.array([tokens - 1], np.int32), np.array([tokens], np.int32)
     fetches = ctypes.c_int64.in_dll(recorder, "gqa_fetches")
     fetches.value = 0
     op(*rows, keys, values, *lengths, present_key=keys, present_value=values, **extra)

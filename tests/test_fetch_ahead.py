@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from fetched_lines import TOKENS
 
 from gqa_tvm.targets import architecture, missing_features
 
 _L1_BYTES = 32768
-# target, cache, heads per KV head, head size, layout: whole vectors and not, decoded on the way and ahead.
+_TOKENS = 768
+# target, cache, heads per KV head, head size, layout; keys are _TOKENS unless said: whole vectors and not, decoded on the way and ahead.
 _ONE_PASS = [
     ("x86-avx512-vnni", "i8", 1, 128, "bnsh"),
     ("x86-avx512-vnni", "i8", 7, 64, "bnsh"),
@@ -32,6 +32,8 @@ _SEVERAL_PASSES = [
 ]
 _CASES = _ONE_PASS + _SEVERAL_PASSES
 _FLOAT32 = ("x86-avx2", "f32", 2, 128, "bnsh")
+# The last keys are far from the end of a block.
+_SHORT = [("x86-avx512-vnni", "i8", 2, 128, "bnsh", 80), ("x86-avx2", "f16", 2, 128, "bnsh", 20)]
 _ROW_BYTES = {"i8": 1, "i4": 0.5, "f16": 2}
 _LINE = 64
 
@@ -40,11 +42,11 @@ _LINE = 64
 def fetched(tmp_path_factory):
     """Case -> offsets of what was fetched of keys and of values; cases whose target does not run here are left out."""
     runs_here = architecture() == "x86-64"
-    cases = [case for case in (*_CASES, _FLOAT32) if runs_here and not missing_features(case[0])]
+    cases = [case for case in (*_CASES, _FLOAT32, *_SHORT) if runs_here and not missing_features(case[0])]
     facts = {"GQA_TVM_FACTS": f"l1_bytes={_L1_BYTES}", "GQA_TVM_CACHE": str(tmp_path_factory.mktemp("cache"))}
     child = subprocess.run(
         [sys.executable, Path(__file__).parent / "fetched_lines.py"],
-        input=json.dumps(cases),
+        input=json.dumps([(*case, _TOKENS)[:6] for case in cases]),
         env={**os.environ, **facts},
         capture_output=True,
         text=True,
@@ -71,7 +73,7 @@ def test_every_line_is_fetched_once(fetched, case):
     offsets = _offsets(fetched, case)[: 1 if case in _SEVERAL_PASSES else 2]
     for own, keys in zip(offsets, keys_per_row, strict=False):
         row_bytes = int(head_size * _ROW_BYTES[cache]) * keys
-        assert sorted(own) == _lines(_L1_BYTES // 4 // row_bytes, TOKENS // keys, row_bytes)
+        assert sorted(own) == _lines(_L1_BYTES // 4 // row_bytes, _TOKENS // keys, row_bytes)
 
 
 @pytest.mark.slow
@@ -81,10 +83,10 @@ def test_several_passes_fetch_the_next_block_in_the_order_of_memory(fetched, cas
     row_bytes = int(case[3] * _ROW_BYTES[case[1]])
     offsets = _offsets(fetched, case)[1]
     block = offsets[0] // row_bytes
-    assert block % 64 == 0 and TOKENS % block == 0
+    assert block % 64 == 0 and _TOKENS % block == 0
     followed, last = offsets[: -block * len(_lines(0, 1, row_bytes))], offsets[-block * len(_lines(0, 1, row_bytes)) :]
-    assert followed == _lines(block, TOKENS - block, row_bytes)
-    assert sorted(last) == _lines(TOKENS - block + _L1_BYTES // 4 // row_bytes, block, row_bytes)
+    assert followed == _lines(block, _TOKENS - block, row_bytes)
+    assert sorted(last) == _lines(_TOKENS - block + _L1_BYTES // 4 // row_bytes, block, row_bytes)
 
 
 @pytest.mark.slow
@@ -92,3 +94,13 @@ def test_float32_rows_are_left_to_the_prefetchers(fetched):
     if _FLOAT32 not in fetched:
         pytest.skip("x86-avx2 does not run here")
     assert fetched[_FLOAT32] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _SHORT, ids=lambda case: "-".join(map(str, case)))
+def test_loops_over_keys_end_with_the_last_one(fetched, case):
+    """Keys come in steps, of 64 at most; values by fours."""
+    keys, values = _offsets(fetched, case)
+    row_bytes, tokens = int(case[3] * _ROW_BYTES[case[1]]), case[5]
+    assert tokens * row_bytes <= len(keys) * _LINE < (tokens + 64) * row_bytes
+    assert len(values) * _LINE == tokens * row_bytes

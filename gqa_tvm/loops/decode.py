@@ -33,7 +33,7 @@ from .rows import (
 )
 from .score_steps import block_is_visible, process_scores
 from .splice import alias, make_step, splice, whole
-from .split_rows import SplitRowsForm, qk_keys
+from .split_rows import SplitRowsForm
 from .visible_values import allocate_value_check, check_values, emit_values
 
 _FEW_ROWS = 2
@@ -92,9 +92,10 @@ def _tile(buffer, tile, row_tile: int):
     return T.match_buffer(region, (row_tile, *buffer.shape[1:]), buffer.dtype, offset_factor=1)
 
 
-def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores):
+def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores, seen):
+    """scores of a tile of rows; those of keys after the `seen` ones of the block may be left as they are."""
     if split:
-        _emit_split_qk(spec, shape, step, split, keys, operands, tile, scores)
+        _emit_split_qk(spec, shape, step, split, keys, operands, tile, scores, seen)
         return
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
@@ -104,12 +105,12 @@ def _emit_qk(spec, shape, step, split, keys: CacheBlock, operands, tile, scores)
         splice(step, [rows, keys.last, *(_tile(operand, tile, shape.row_tile) for operand in operands), scores])
 
 
-def _emit_split_qk(spec, shape: DecodeShape, steps, split, keys: CacheBlock, operands, tile, scores):
+def _emit_split_qk(spec, shape: DecodeShape, steps, split, keys: CacheBlock, operands, tile, scores, seen):
     """Without the last digit where no row of the tile needs it."""
 
     def emit(step, taken) -> None:
         tile_of = lambda operand: _tile(operand, tile, shape.row_tile)  # noqa: E731
-        split.emit_qk_split(spec, shape, step, keys, taken, tile_of, scores)
+        split.emit_qk_split(spec, shape, step, keys, taken, tile_of, scores, seen)
 
     if steps.short is None:
         emit(steps.all_digits, operands.of_step(short=False))
@@ -260,11 +261,7 @@ def flash_decode(spec: KernelSpec, sizes):
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
     softmax = softmax_rows_first_step(shape)
-    qk = (
-        split.qk_split_steps(spec, R, BC if spec.layout else qk_keys(R, BC))
-        if split
-        else qk_rows_first_step(spec, shape)
-    )
+    qk = split.qk_split_steps(spec, R, BC) if split else qk_rows_first_step(spec, shape)
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
 
     @T.prim_func(s_tir=True)
@@ -328,6 +325,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 scores = T.sblock_alloc_buffer((R, BC))
                 alpha = T.sblock_alloc_buffer((R,))
                 largest = T.meta_var(allocate_value_check(spec))
+                block_keys = T.sblock_alloc_buffer((1,), "int32")
                 first_row: T.let = vg * rows_per_task
                 valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
                 active: T.let = (valid + (R - 1)) // R
@@ -346,12 +344,13 @@ def flash_decode(spec: KernelSpec, sizes):
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
                     last: T.let = total - 1 - begin
+                    block_keys[0] = T.min(rows.limits[3] - begin, BC)
                     keys = T.meta_var(CacheBlock(x.key_cache, vb, vn, begin, last, BC))
                     values = T.meta_var(keys._replace(cache=x.value_cache))
                     check_values(spec, values, block_is_visible(rows, begin, BC), largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
-                        _emit_qk(spec, shape, qk, split, keys, operands, tile, scores)
+                        _emit_qk(spec, shape, qk, split, keys, operands, tile, scores, block_keys[0])
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
                         _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
                         _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)

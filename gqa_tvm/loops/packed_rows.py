@@ -120,8 +120,9 @@ def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
     return (make_step([cache_rows, last_key, p, accumulator, beta, result]),)
 
 
-def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores) -> None:
+def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores, seen) -> None:
     """scores [R, kv_block] of a block of keys; tile_of: view of an operand's tile."""
+    del seen
     region = cache_region(spec, keys)
     with T.sblock("qk_step"):
         T.reads(region, *(whole(operand) for operand in operands))

@@ -143,7 +143,7 @@ def qk_gemm(spec: KernelSpec, sizes):
     split = split_form(spec, sizes) if multiplies_digits(spec, sizes) else None
     shape = _gemm_shape(spec, sizes, split)
     R, BC, chunk = shape.row_tile, shape.kv_block, sizes.kv_chunk
-    step = split.qk_split_steps(spec, R, qk_keys(R, BC)).all_digits if split else qk_rows_first_step(spec, shape)
+    step = split.qk_split_steps(spec, R, BC).all_digits if split else qk_rows_first_step(spec, shape)
     emit = _emit_qk_split if split else _emit_qk
     position = split.query_position if split else same_position
 

@@ -95,21 +95,22 @@ class SplitRowsForm:
         write_digits(spec, query, count, target, self.lanes, spread)
 
     def qk_split_steps(self, spec: KernelSpec, row_tile: int, kv_block: int) -> QkSteps:
-        """scores = query keys^T; arguments: cache rows, last row, digits, starts, down, scores."""
-        steps = [self._qk_step(spec, row_tile, kv_block)]
+        """scores = query keys^T of `qk_keys` keys; arguments: cache rows, last row, digits, starts, down, scores."""
+        keys = qk_keys(row_tile, kv_block)
+        steps = [self._qk_step(spec, row_tile, keys)]
         if has_short_step(spec):
-            steps.append(self._qk_step(spec, row_tile, kv_block, dropped=1))
+            steps.append(self._qk_step(spec, row_tile, keys, dropped=1))
         return QkSteps(*steps)
 
-    def _qk_step(self, spec: KernelSpec, row_tile: int, kv_block: int, dropped: int = 0):
+    def _qk_step(self, spec: KernelSpec, row_tile: int, keys: int, dropped: int = 0):
         vectors, planes = self.keys, spec.cache_planes
-        cache_rows, last_row = stored_rows(spec, kv_block)
+        cache_rows, last_row = stored_rows(spec, keys)
         count, _ = si.decode_digits(spec.precision)
         digits = te.placeholder((row_tile, count, vectors.count, planes, 4, vectors.size), "int8", name="digits")
         starts = te.placeholder((row_tile, si.digit_pairs(count)), "int32", name="starts")
         down = te.placeholder((row_tile,), name="down")
         code_at = si.key_vectors(cache_rows, last_row, planes, vectors)
-        scores = si.qk_gemm_digits(digits, starts, down, code_at, kv_block, vectors, dropped)
+        scores = si.qk_gemm_digits(digits, starts, down, code_at, keys, vectors, dropped)
         return make_step([cache_rows, last_row, digits, starts, down, scores], SHORT if dropped else "")
 
     def sv_split_steps(self, spec: KernelSpec, row_tile: int, kv_block: int):
@@ -123,9 +124,9 @@ class SplitRowsForm:
         result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, self.values)
         return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
 
-    def emit_qk_split(self, spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores) -> None:
-        """scores [R, kv_block] by steps of `qk_keys`; tile_of: view of an operand's tile."""
-        _emit_qk_split(spec, shape, step, keys, operands, tile_of, scores)
+    def emit_qk_split(self, spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores, seen) -> None:
+        """scores [R, kv_block] of the first `seen` keys by steps of `qk_keys`; tile_of: view of an operand's tile."""
+        emit_qk_parts(spec, shape, step, keys, operands, tile_of, scores, seen, qk_keys(shape.row_tile, shape.kv_block))
 
 
 def write_digits(spec: KernelSpec, query, count, target, lanes: int, spread) -> None:
@@ -199,10 +200,10 @@ def stored_rows(spec: KernelSpec, kv_block: int):
     return rows, te.var("last_row", "int32")
 
 
-def _emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores) -> None:
-    """As `SplitRowsForm.emit_qk_split`."""
-    begin, last, step_keys = keys.begin, keys.last, qk_keys(shape.row_tile, shape.kv_block)
-    with T.serial(0, shape.kv_block // step_keys) as part:
+def emit_qk_parts(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores, seen, step_keys: int):
+    """As `SplitRowsForm.emit_qk_split` by steps of so many keys."""
+    begin, last = keys.begin, keys.last
+    with T.serial(0, tirx.truncdiv(seen + (step_keys - 1), T.int32(step_keys))) as part:
         offset = T.bind(part * step_keys)
         key = T.bind(begin + offset)
         region = cache_region(spec, keys._replace(begin=key, kv_block=step_keys))

@@ -11,10 +11,10 @@ from ..definitions import split_integer as si
 from ..definitions import split_signed as signed
 from ..definitions.half import magnitude_bits
 from ..kernels import KernelSpec
-from .cache_block import CacheBlock, cache_region, match_cache
+from .cache_block import CacheBlock
 from .row_state import same_position as accumulator_position
-from .splice import make_step, splice, whole
-from .split_rows import QkSteps, stored_rows
+from .splice import make_step
+from .split_rows import QkSteps, emit_qk_parts, stored_rows
 
 # Keys of a QK step.
 QK_KEYS = 16
@@ -68,14 +68,15 @@ def split_rows(spec: KernelSpec, query, count, target: SignedRows) -> None:
 
 
 def qk_split_steps(spec: KernelSpec, row_tile: int, kv_block: int) -> QkSteps:
-    """scores = query keys^T; arguments: cache rows, last row, the fields of `SignedRows`, scores."""
-    cache_rows, last_row = stored_rows(spec, kv_block)
+    """scores = query keys^T of QK_KEYS keys; arguments: cache rows, last row, the fields of `SignedRows`, scores."""
+    del kv_block
+    cache_rows, last_row = stored_rows(spec, QK_KEYS)
     vectors, planes = spec.cache_columns // signed.DOT_BYTES, spec.cache_planes
     count, _ = si.decode_digits(spec.precision)
     digits = te.placeholder((row_tile, count, vectors, planes, signed.DOT_BYTES), "int8", name="digits")
     down = te.placeholder((row_tile,), name="down")
     code_at = signed.key_codes(cache_rows, last_row, planes)
-    scores = signed.qk_gemm_digits(digits, down, code_at, (kv_block, vectors, planes))
+    scores = signed.qk_gemm_digits(digits, down, code_at, (QK_KEYS, vectors, planes))
     return QkSteps(make_step([cache_rows, last_row, digits, down, scores]))
 
 
@@ -99,18 +100,6 @@ def _sv_step(spec: KernelSpec, row_tile: int, kv_block: int, suffix: str = ""):
     return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
-def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands: SignedRows, tile_of, scores) -> None:
-    """scores [R, kv_block] by steps of QK_KEYS keys; tile_of: view of an operand's tile."""
-    with T.serial(0, shape.kv_block // QK_KEYS) as part:
-        offset = T.bind(part * QK_KEYS)
-        key = T.bind(keys.begin + offset)
-        region = cache_region(spec, keys._replace(begin=key, kv_block=QK_KEYS))
-        target = scores[0 : shape.row_tile, offset : offset + QK_KEYS]
-        with T.sblock("qk_step"):
-            T.reads(region, *(whole(operand) for operand in operands))
-            T.writes(target)
-            rows = match_cache(spec, region, keys.cache.dtype, QK_KEYS)
-            part_scores = T.match_buffer(
-                target, (shape.row_tile, QK_KEYS), "float32", strides=(shape.kv_block, 1), offset_factor=1
-            )
-            splice(step, [rows, keys.last - offset, *(tile_of(operand) for operand in operands), part_scores])
+def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands: SignedRows, tile_of, scores, seen) -> None:
+    """scores [R, kv_block] of the first `seen` keys by steps of QK_KEYS; tile_of: view of an operand's tile."""
+    emit_qk_parts(spec, shape, step, keys, operands, tile_of, scores, seen, QK_KEYS)

@@ -34,7 +34,8 @@ def _fetch_in_function(function):
             body = loop.body
         else:
             return loop
-        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body)
+        marks = {mark: value for mark, value in loop.annotations.items() if mark not in (FETCH_AHEAD, FETCH_AROUND)}
+        return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, annotations=marks)
 
     return function.with_body(tvm_ffi.structural_map(function.body, (tirx.For, fetch)))
 
