@@ -118,10 +118,10 @@ def compiler_target(spec: KernelSpec, target: Target, sizes: BlockSizes) -> dict
     """TVM's description of what a kernel is compiled for, with LLVM's options.
 
     Flash schedules unroll what is worth it; left alone, LLVM also unrolls the loops that run once for a row. They are a
-    part of the time that counts where there are one or two rows, whose float32 products are few.
+    part of the time that counts where there are one or two rows, and of split-integer kernels with short vectors.
     """
     many_rows = spec.operation in ("flash_prefill", "naive") or (spec.operation == "flash_decode" and spec.row_tile > 2)
-    unrolls = not many_rows and not multiplies_digits(spec, sizes)
+    unrolls = sizes.dot_bytes < 64 if multiplies_digits(spec, sizes) else not many_rows
     options = [] if unrolls else ["-unroll-threshold-aggressive:uint=100"]
     if spec.operation == "flash_prefill":
         # Else constants of softcap, moved out of all loops, take registers from the sums of a tile.

@@ -14,7 +14,8 @@ from gqa_tvm.targets import architecture, missing_features
 
 _L1_BYTES = 32768
 _TOKENS = 768
-# target, cache, heads per KV head, head size, layout; keys are _TOKENS unless said: whole vectors and not, decoded on the way and ahead.
+# target, cache, heads per KV head, head size, layout, keys where they are not _TOKENS: whole vectors and not, decoded on
+# the way and ahead.
 _ONE_PASS = [
     ("x86-avx512-vnni", "i8", 1, 128, "bnsh"),
     ("x86-avx512-vnni", "i8", 7, 64, "bnsh"),
