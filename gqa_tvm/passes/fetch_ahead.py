@@ -1,10 +1,13 @@
 """Compiler pass that lets marked loops over cache rows fetch rows that are read later.
 
 Hardware prefetchers give up on attention over a long cache: keys and values take turns, several rows are read at a
-time, and vectors of digits are read between them.
+time, and vectors of digits are read between them. Where a block's rows are read in several passes, fetches are for the
+next block; else, and in the last block, for rows that come some bytes later.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import tvm
 import tvm_ffi
@@ -77,47 +80,66 @@ def _with_fetch(loop, around):
     if not loads:
         # A copy of the loop that sets sums to zero.
         return loop.body
-    in_next_block, is_last = _fetches_of_next_block(loads[0], (loop, *around))
-    return tirx.SeqStmt([loop.body, *in_next_block, *_fetches(loads, loop, around, is_last)])
+    passes = _passes_over_rows(loads[0], (loop, *around))
+    if passes is None:
+        return tirx.SeqStmt([loop.body, *_fetches(loads, loop, around)])
+    is_followed = passes.last >= T.int64(2 * passes.block - 1)
+    ahead = _fetches(loads, loop, around, tirx.Not(is_followed))
+    return tirx.SeqStmt([loop.body, *_fetches_of_next_block(loads[0], passes, is_followed), *ahead])
 
 
-def _fetches_of_next_block(load, loops):
-    """Where a block's rows are read in several passes: fetches of the next block's, evenly, and whether there is none.
+class _Passes(NamedTuple):
+    """Loops that read the rows of a block of keys several times, `rows` of them at a time."""
 
-    With all fetches in the first pass, memory would rest in the others. Else nothing, and None.
-    """
-    cache, (batch, head, row, _) = load.source, load.indices
-    nothing = [], None
+    rows: Any  # the unrolled loop
+    unrolled: list  # other unrolled loops
+    reads: Any  # the loop over the block
+    turn: Any  # which pass it is
+    share: int  # of the rows of a read, those that a pass fetches; passes after the first rows / share fetch none
+    last: Any  # the last row that exists, of the block
+
+    @property
+    def block(self) -> int:
+        return int(self.reads.extent) * int(self.rows.extent)
+
+
+def _passes_over_rows(load, loops) -> _Passes | None:
+    """The passes of marked loops, innermost first, around a load; None if there is one, or loops of another form."""
+    row = load.indices[2]
     at = next((i for i, each in enumerate(loops) if each.kind != tirx.ForKind.UNROLLED), None)
     clamps = _nodes(row, tirx.Min)
     if at is None or len(clamps) != 1:
-        return nothing
-    unrolled, reads, passes = loops[:at], loops[at], loops[at + 1 :]
-    together = [each for each in unrolled if _holds(_variables(row), each.loop_var)]
-    if len(together) != 1 or any(_holds(_variables(row), each.loop_var) for each in passes):
-        return nothing
-    rows, iterations = int(together[0].extent), int(reads.extent)
+        return None
+    unrolled, reads, around = loops[:at], loops[at], loops[at + 1 :]
+    rows = [each for each in unrolled if _holds(_variables(row), each.loop_var)]
+    if len(rows) != 1 or any(_holds(_variables(row), each.loop_var) for each in around):
+        return None
     turn, turns = 0, 1
-    for each in passes:
+    for each in around:
         turn, turns = turn + each.loop_var * turns, turns * int(each.extent)
-    spread = largest_divisor(rows, turns)
-    if spread == 1:
-        return nothing
-    share = rows // spread
-    begin = _at_zero(row, [reads.loop_var, together[0].loop_var])
-    first = (turn * iterations + reads.loop_var) * share + together[0].loop_var
-    block, last = iterations * rows, clamps[0].b
-    ahead = cache.strides[2] * block
-    target = begin + tirx.Cast("int64", first)
+    spread = largest_divisor(int(rows[0].extent), turns)
+    others = [each for each in unrolled if each is not rows[0]]
+    passes = _Passes(rows[0], others, reads, turn, int(rows[0].extent) // spread, clamps[0].b)
+    return passes if spread > 1 else None
+
+
+def _fetches_of_next_block(load, passes: _Passes, is_followed) -> list:
+    """Fetches of the rows of the next block, if it is whole: each pass has its share, in the order of memory.
+
+    With all of them in the first pass, memory would rest in the others.
+    """
+    cache, (batch, head, row, _) = load.source, load.indices
+    rows, reads = passes.rows, passes.reads
+    begin = _at_zero(row, [reads.loop_var, rows.loop_var])
+    own = (passes.turn * int(reads.extent) + reads.loop_var) * passes.share + rows.loop_var
+    target, ahead = begin + tirx.Cast("int64", own), cache.strides[2] * passes.block
     fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, target, ahead + c])) for c in _lines(cache)]
-    # The same for all iterations, so that it costs none of them.
-    is_followed = last >= T.int64(2 * block - 1)
-    conditions = [together[0].loop_var < share, turn < spread, is_followed]
-    conditions += [each.loop_var == 0 for each in unrolled if each is not together[0]]
-    return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches], tirx.Not(is_followed)
+    own_share = [rows.loop_var < passes.share, passes.turn < int(rows.extent) // passes.share]
+    conditions = [*own_share, is_followed, *(each.loop_var == 0 for each in passes.unrolled)]
+    return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches]
 
 
-def _fetches(loads, loop, around, condition) -> list:
+def _fetches(loads, loop, around, condition=None) -> list:
     """Fetches of a row that comes the mark's bytes later; condition: when at all, None = always.
 
     Where rows come again for further columns, all lines of a row are fetched the first time: asked for every other
