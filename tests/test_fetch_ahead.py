@@ -14,7 +14,7 @@ from gqa_tvm.targets import architecture, missing_features
 
 _L1_BYTES = 32768
 _TOKENS = 768
-# target, cache, heads per KV head, head size, layout, keys where they are not _TOKENS: whole vectors and not, decoded on
+# target, cache, heads per KV head, head size, layout, keys unless _TOKENS: whole vectors and not, decoded on
 # the way and ahead.
 _ONE_PASS = [
     ("x86-avx512-vnni", "i8", 1, 128, "bnsh"),
