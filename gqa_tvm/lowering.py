@@ -23,7 +23,7 @@ from .passes.messages import short_messages
 from .passes.storage import keep_bound_values, keep_small_buffers_on_stack
 from .passes.unroll_first import unroll_first
 from .passes.visible_tiles import visible_tiles
-from .schedules.block_sizes import BlockSizes, multiplies_digits
+from .schedules.block_sizes import LONGEST_DOT_BYTES, BlockSizes, multiplies_digits
 from .targets import Target, llvm_target
 from .variants import Variant
 
@@ -121,7 +121,7 @@ def compiler_target(spec: KernelSpec, target: Target, sizes: BlockSizes) -> dict
     part of the time that counts where there are one or two rows, and of split-integer kernels with short vectors.
     """
     many_rows = spec.operation in ("flash_prefill", "naive") or (spec.operation == "flash_decode" and spec.row_tile > 2)
-    unrolls = sizes.dot_bytes < 64 if multiplies_digits(spec, sizes) else not many_rows
+    unrolls = sizes.dot_bytes < LONGEST_DOT_BYTES if multiplies_digits(spec, sizes) else not many_rows
     options = [] if unrolls else ["-unroll-threshold-aggressive:uint=100"]
     if spec.operation == "flash_prefill":
         # Else constants of softcap, moved out of all loops, take registers from the sums of a tile.

@@ -21,8 +21,9 @@ _UNSIGNED_DOT_BYTES = (64, 32)
 _DOT_KEYS = 256
 # Rows pad their vectors much if more than one byte of so many is padding.
 _MOST_PADDING = 8
+LONGEST_DOT_BYTES = 64
 # Packed caches are read by this instruction; their stored columns come in vectors of so many.
-_PACKED_DOT_BYTES = 64
+_PACKED_DOT_BYTES = LONGEST_DOT_BYTES
 _PACKED_COLUMNS = 16
 
 

@@ -3,7 +3,7 @@
 A float32 row is scaled to integers, each written as digits of 8 bits, most significant first: signed ones for a query
 row, unsigned ones for probabilities. Each digit row has an exact int32 dot product with the codes; these are joined in
 float32. How many digits there are is the precision (`decode_digits`, `prefill_digits`): as exact as float32 with four
-(or three, where float32 itself sums a head in one chain) and three.
+(or three, where float32 itself sums a head in one chain, or a row has no large element: `needs_last_digit`) and three.
 An integer dot product multiplies unsigned by signed bytes: keys are taken as code + offset >= 0, values as they are.
 
 No int32 overflows: a head is summed in int32 before anything is rounded, at most LARGEST_PRODUCTS products of 255 * 128
