@@ -7,9 +7,9 @@ from tvm import tirx
 from .softmax import reciprocal_sum, shifted_exp
 
 
-def weight(maximum, joint_maximum):
+def weight(maximum, joint_maximum, bits: bool = True):
     """Factor of a state's l and acc when it joins others under `joint_maximum`; 0 for an empty state."""
-    return shifted_exp(maximum, joint_maximum)
+    return shifted_exp(maximum, joint_maximum, bits)
 
 
 def joint_maximum(maximum, sink):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from .exponential import exp_nonpositive
+from .exponential import BITS_PER_NAT, exp2_nonpositive
 
 
 def masked_score():
@@ -32,7 +32,7 @@ def softcap(score, cap):
     is_small = tirx.abs(x) < tirx.const(_TANH_SMALL, "float32")
     capped = cap * tirx.Select(is_small, small, large)
     capped = tirx.Let(magnitude, (one - decay) / (one + decay), capped)
-    exponential = exp_nonpositive(tirx.abs(x) * tirx.const(-2.0, "float32"))
+    exponential = exp2_nonpositive(tirx.abs(x) * tirx.const(-2.0 * BITS_PER_NAT, "float32"))
     capped = tirx.Let(square, x * x, tirx.Let(decay, exponential, capped))
     return tirx.Let(x, score / cap, capped)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .exponential import exp_nonpositive
+from .exponential import BITS_PER_NAT, exp2_nonpositive
 
 
 def empty_maximum():
@@ -12,9 +12,13 @@ def empty_maximum():
     return tirx.min_value("float32")
 
 
-def shifted_exp(score, maximum):
-    """exp(score - maximum) for score <= maximum; 0 for a masked score (-inf), also when nothing was seen yet."""
-    return exp_nonpositive(score - maximum)
+def shifted_exp(score, maximum, bits: bool = True):
+    """exp(score - maximum) for score <= maximum, of scores in bits or in nats.
+
+    0 for a masked score (-inf), also when nothing was seen yet.
+    """
+    difference = score - maximum
+    return exp2_nonpositive(difference if bits else difference * tirx.const(BITS_PER_NAT, "float32"))
 
 
 def reciprocal_sum(total):
@@ -23,10 +27,10 @@ def reciprocal_sum(total):
     return tirx.Select(total == zero, zero, tirx.const(1.0, "float32") / total)
 
 
-def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool):
+def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool, bits: bool = True):
     """One step of the online softmax over a block of keys.
 
-    scores_at: function (m, t) -> score. m_old, l_old: [M] running maximum and sum.
+    scores_at: function (m, t) -> score, in bits or in nats. m_old, l_old: [M] running maximum and sum.
     Computation: m = max(m_old, max_t s), alpha = exp(m_old - m), p = exp(s - m), l = alpha l_old + sum_t p.
     Returns alpha, p (in `shape`: [T_block, M] when rows_last, else [M, T_block]), l, m; every output but alpha may
     overwrite its input, in this order.
@@ -35,12 +39,12 @@ def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool)
     t = te.reduce_axis((0, extent), name="t")
     block_max = te.compute((rows,), lambda m: te.max(scores_at(m, t), axis=t), name="block_max")
     m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
-    alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
+    alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m], bits), name="alpha")
     at = (lambda a, b: (b, a)) if rows_last else (lambda a, b: (a, b))
 
     def exponential(i, j):
         m, key = at(i, j)
-        return shifted_exp(scores_at(m, key), m_new[m])
+        return shifted_exp(scores_at(m, key), m_new[m], bits)
 
     p = te.compute(shape, exponential, name="p")
     t2 = te.reduce_axis((0, extent), name="t")

@@ -27,6 +27,8 @@ from .split_integer import (
 )
 from .split_vectors import KEYS_PER_DOT, RowVectors
 
+# Float32 from here to twice as much are integers.
+_ROUNDING = 2.0**23
 # A lane's sum of one digit is at most 128 * 255 * columns, and the join shifts it by 8 bits.
 LARGEST_PREFILL_COLUMNS = 256
 
@@ -143,15 +145,21 @@ def block_softmax(scores, m_old, l_old):
     return alpha, weight, p, l_new, m_out
 
 
+def fixed_probability(p, digits: int):
+    """The bits of a probability's fixed point in the low bytes of an int32, halves rounded to even.
+
+    At 2^23 and above a float32 is an integer, whose low 23 bits it ends with; 1 ends with the bits of 2^23.
+    """
+    return tirx.reinterpret("int32", p * _f32(2.0 ** (8 * digits - 1)) + _f32(_ROUNDING))
+
+
 def probability_words(p, digits: int, lanes: int):
-    """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / lanes, 4, 4 lanes] uint8; NaN counts as 0."""
+    """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / lanes, 4, 4 lanes] uint8.
+
+    The fourth byte of each is no digit. Those of NaN are anything: it is in the sum of its row, which makes that NaN.
+    """
     keys, rows = (int(n) for n in p.shape)
-    one, zero = _f32(2.0 ** (8 * digits - 1)), _f32(0.0)
-    fixed = te.compute(
-        (keys, rows),
-        lambda t, m: fixed_point(tirx.Select(p[t, m] > zero, p[t, m], zero), one),
-        name="p_fixed",
-    )
+    fixed = te.compute((keys, rows), lambda t, m: fixed_probability(p[t, m], digits), name="p_fixed")
 
     def byte(t, block, j, x):
         word = fixed[t * 4 + x % 4, block * lanes + x // 16 * 4 + j]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from tvm import tirx
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 
+from ..definitions.exponential import BITS_PER_NAT, in_bits
 from ..definitions.half import STORAGE_DTYPES
 from ..definitions.kv_quantize import CACHE_DTYPES
 from ..kernel_arguments import PACKED_KEYS
@@ -133,3 +135,13 @@ class AttentionScalars(NamedTuple):
     rotary: Any  # int32: ROTARY_OFF, ROTARY_HALF_SPLIT, ROTARY_INTERLEAVED
     has_bias: Any  # int32, 0 or 1
     sink: Any  # int32: SINK_NONE, SINK_SMOOTH, SINK_HEAD
+    bits: bool = False  # whether scores are in bits (`exponential`) rather than in nats
+
+    def in_bits(self):
+        """The same for a kernel that keeps its scores in bits."""
+        scale = tirx.Cast("float32", tirx.Cast("float64", self.softmax_scale) * tirx.const(BITS_PER_NAT, "float64"))
+        return self._replace(softmax_scale=T.bind(scale), softcap=T.bind(in_bits(self.softcap)), bits=True)
+
+    def unit(self, score):
+        """A score in nats in the kernel's unit."""
+        return in_bits(score) if self.bits else score

@@ -298,7 +298,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(
+        in_nats = T.meta_var(
             AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink)
         )
         partial = T.meta_var(_declare_partial(partial_, shape))
@@ -316,6 +316,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 vn: T.let = an
                 vg: T.let = ag
                 vk: T.let = ak
+                scalars = T.meta_var(in_nats.in_bits())
                 rows = T.meta_var(allocate_row_block(rows_per_task))
                 query = T.sblock_alloc_buffer((rows_per_task, shape.planes, columns))
                 operands = T.meta_var(_query_operands(spec, shape, split, query))
@@ -373,6 +374,7 @@ def flash_decode(spec: KernelSpec, sizes):
                     l = T.sblock_alloc_buffer((rows_per_task,))
                     first_row: T.let = vg * rows_per_task
                     valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
+                    scalars = T.meta_var(in_nats.in_bits())
                     describe_rows(rows, valid, first_row, total_rows, group, vn, x.entries, vb, scalars)
                     clear_state(m, l, acc, valid)
                     seen: T.let = T.Cast("int64", T.max(rows.limits[3] - rows.limits[0] // BC * BC, 0))

@@ -77,8 +77,8 @@ def naive(spec: KernelSpec, sizes):
     """The naive kernel's PrimFunc; parameters as `AttentionBuffers`, output_qk [B, N, S, T], scalars, qk_output."""
     M, BC = sizes.naive_q_block, sizes.kv_block
     columns = sizes.padded_columns(spec.cache_columns)
-    first_pass = rows_last_steps(spec, BC, columns, M, "_max")
-    second_pass = rows_last_steps(spec, BC, columns, M)
+    first_pass = rows_last_steps(spec, BC, columns, M, "_max", bits=False)
+    second_pass = rows_last_steps(spec, BC, columns, M, bits=False)
     maximum = row_maximum_step(BC, M)
 
     @T.prim_func(s_tir=True)

@@ -102,7 +102,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 *(bias_, head_sink_, norm_weight_, k_scale_, v_scale_, output_),
             ),
         )
-        scalars = T.meta_var(
+        in_nats = T.meta_var(
             AttentionScalars(softmax_scale, softcap, window, causal, norm_epsilon, rotary, has_bias, sink)
         )
         group: T.let = T.truncdiv(x.output.shape[2], x.key_cache.shape[1])
@@ -117,6 +117,7 @@ def flash_prefill(spec: KernelSpec, sizes):
                 vb: T.let = ab
                 vn: T.let = an
                 vi: T.let = ai
+                scalars = T.meta_var(in_nats.in_bits())
                 rows = T.meta_var(allocate_row_block(M))
                 state = T.meta_var(allocate_state(spec, M, columns, value_columns))
                 # Later blocks see more keys: handing them out first balances the threads.

@@ -246,10 +246,11 @@ def row_factor(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionSc
             T.buffer_store(state, T.float32(0), [1])
             with T.If(scalars.sink == SINK_HEAD):
                 with T.Then():
-                    T.buffer_store(state, widen(buffers.head_sink[tirx.Cast("int64", head)], spec.query), [1])
+                    value = widen(buffers.head_sink[tirx.Cast("int64", head)], spec.query)
+                    T.buffer_store(state, scalars.unit(value), [1])
             T.buffer_store(state, joint_maximum(m, state[1]), [2])
-            T.buffer_store(state, weight(m, state[2]), [0])
-            T.buffer_store(state, l * state[0] + weight(state[1], state[2]), [3])
+            T.buffer_store(state, weight(m, state[2], scalars.bits), [0])
+            T.buffer_store(state, l * state[0] + weight(state[1], state[2], scalars.bits), [3])
             T.buffer_store(state, normalise(state[0], state[3]), [0])
             T.buffer_store(state, tirx.Select(l == T.float32(0), T.float32(0), state[0]), [0])
 

@@ -37,10 +37,11 @@ def _qk_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: s
     return make_step([cache_rows, last_row, query_t, qk_gemm_rows_last(query_t, keys)], suffix)
 
 
-def _softmax_step(kv_block: int, rows: int, suffix: str):
+def _softmax_step(kv_block: int, rows: int, suffix: str, bits: bool):
     scores = te.placeholder((kv_block, rows), name="scores")
     m_old, l_old = (te.placeholder((rows,), name=name) for name in ("m_old", "l_old"))
-    outputs = online_softmax(lambda m, t: scores[t, m], (kv_block, rows), kv_block, m_old, l_old, rows_last=True)
+    at = lambda m, t: scores[t, m]  # noqa: E731
+    outputs = online_softmax(at, (kv_block, rows), kv_block, m_old, l_old, rows_last=True, bits=bits)
     return make_step([scores, m_old, l_old, *outputs], suffix)
 
 
@@ -53,10 +54,13 @@ def _sv_step(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: s
     return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
 
 
-def rows_last_steps(spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: str = "") -> RowsLastSteps:
+def rows_last_steps(
+    spec: KernelSpec, kv_block: int, columns: int, rows: int, suffix: str = "", bits: bool = True
+) -> RowsLastSteps:
+    """The steps of blocks of so many keys; bits: the unit of scores."""
     return RowsLastSteps(
         _qk_step(spec, kv_block, columns, rows, suffix),
-        _softmax_step(kv_block, rows, suffix),
+        _softmax_step(kv_block, rows, suffix, bits),
         _sv_step(spec, kv_block, columns, rows, suffix),
         kv_block,
         suffix,

@@ -27,7 +27,7 @@ def _elementwise(name: str, block_scores, reads, value) -> None:
                 T.buffer_store(target, value(vi, vj, block_scores[vi, vj]), [vi, vj])
 
 
-def _bias_at(spec: KernelSpec, buffers: AttentionBuffers, rows: RowBlock, b, first_column):
+def _bias_at(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionScalars, rows: RowBlock, b, first_column):
     """Function (row, key of the block, clamp) -> bias; clamped keys repeat the last column, for the mask to drop."""
     last_column = buffers.bias.shape[3] - T.int64(1)
     # An axis of extent 1 serves all entries or heads.
@@ -38,17 +38,17 @@ def _bias_at(spec: KernelSpec, buffers: AttentionBuffers, rows: RowBlock, b, fir
         column = first_column + tirx.Cast("int64", t)
         column = tirx.min(column, last_column) if clamp else column
         head = tirx.min(tirx.Cast("int64", rows.head[r]), last_head)
-        return widen(buffers.bias[entry, head, tirx.Cast("int64", rows.token[r]), column], spec.query)
+        return scalars.unit(widen(buffers.bias[entry, head, tirx.Cast("int64", rows.token[r]), column], spec.query))
 
     return bias
 
 
-def _add_bias(spec: KernelSpec, block_scores, buffers, rows: RowBlock, first_row, b, key_begin, rows_last, suffix):
+def _add_bias(spec: KernelSpec, block_scores, buffers, scalars, rows: RowBlock, first_row, b, key_begin, rows_last, suffix):
     """The bias of the block's keys; one block of statements for whole blocks, one for the last keys."""
     keys, count = block_scores.shape if rows_last else reversed(block_scores.shape)
     # Bias columns are positions in the sequence, whatever row of the cache holds the key.
     first_column = T.bind(tirx.Cast("int64", key_begin + buffers.entries[b, ENTRY_ORIGIN]))
-    bias = _bias_at(spec, buffers, rows, b, first_column)
+    bias = _bias_at(spec, buffers, scalars, rows, b, first_column)
     row_facts = (rows.head, rows.token)
     gathered = T.sblock_alloc_buffer((count, keys)) if rows_last else None
 
@@ -107,7 +107,7 @@ def process_scores(
 
     with T.If(scalars.has_bias != 0):
         with T.Then():
-            _add_bias(spec, block_scores, buffers, rows, first_row, b, key_begin, rows_last, suffix)
+            _add_bias(spec, block_scores, buffers, scalars, rows, first_row, b, key_begin, rows_last, suffix)
 
     with T.If(tirx.Not(block_is_visible(rows, key_begin, extent))):
         with T.Then():
