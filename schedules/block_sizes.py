@@ -61,8 +61,9 @@ class BlockSizes:
     # vectors pad much
     split_integers: tuple[tuple[str, tuple[int, ...]], ...] = ()
     split_padded: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    # flash_prefill by integer dot products: for these cache formats, in blocks of so many keys
+    # flash_prefill by integer dot products: for these cache formats, in blocks of so many rows and keys
     split_prefill: tuple[str, ...] = ()
+    split_q_block: int = 96
     split_kv_block: int = 128
     dot_bytes: int = 64
     # vectors of int32 sums that stay in registers
@@ -77,6 +78,7 @@ class BlockSizes:
         for value, divisor, what in (
             (self.q_block, self.qk_row_vectors * self.lanes, "q_block by qk_row_vectors x lanes"),
             *((block, self.lanes, "small_q_blocks by lanes") for block in self.small_q_blocks),
+            (self.split_q_block, self.lanes, "split_q_block by lanes"),
             (self.naive_q_block, self.lanes, "naive_q_block by lanes"),
             (self.q_block, self.sv_row_tile, "q_block by sv_row_tile"),
             (self.kv_block, self.qk_key_tile, "kv_block by qk_key_tile"),
@@ -99,7 +101,8 @@ class BlockSizes:
     def with_q_block(self, rows: int) -> BlockSizes:
         """These sizes for flash_prefill tasks of so many rows, register tiles fitted to them."""
         vectors = largest_divisor(rows // self.lanes, self.qk_row_vectors)
-        return replace(self, q_block=rows, qk_row_vectors=vectors, sv_row_tile=largest_divisor(rows, self.sv_row_tile))
+        sv_row_tile = largest_divisor(rows, self.sv_row_tile)
+        return replace(self, q_block=rows, split_q_block=rows, qk_row_vectors=vectors, sv_row_tile=sv_row_tile)
 
     def splits_integers(self, cache: str, columns: int, row_tile: int, precision: str = "") -> bool:
         """Whether flash_decode multiplies a cache of so many stored columns by integer dot products.
@@ -175,6 +178,10 @@ _SPLIT_INTEGERS = (("i8", _ROW_TILES), ("i4", _ROW_TILES))
 _SPLIT_PREFILL = ("i8", "i4")
 # The same for rows whose vectors are padded much, by bytes of a dot product.
 _SPLIT_PADDED = {64: (("i4", (1, 2, 3, 4)),), 32: (("i4", _ROW_TILES),)}
+# A task of twice as many rows has half as many keys and values to arrange; many cores need many tasks.
+_FEW_CORES = 8
+# Arranged keys and values of blocks of 256 and what a task keeps take 2/3 of it.
+_LARGE_L2_BYTES = 1 << 20
 # Longer blocks gain nothing more from their decoded rows.
 _LONGEST_KV_BLOCK = 96
 _LARGEST_USUAL_HEAD = 256
@@ -219,6 +226,8 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         split_integers=_SPLIT_INTEGERS if facts.dot_bytes else (),
         split_padded=_SPLIT_PADDED.get(facts.dot_bytes, ()),
         split_prefill=_SPLIT_PREFILL if facts.dot_bytes else (),
+        split_q_block=q_block if facts.cores > _FEW_CORES else 2 * q_block,
+        split_kv_block=256 if facts.l2_bytes >= _LARGE_L2_BYTES else 128,
         dot_bytes=facts.dot_bytes or 64,
         dot_sums=24 if facts.vector_registers >= 32 else 12,
         decode_query_vectors=8 if facts.architecture in _LOADS_OPERANDS else 0,

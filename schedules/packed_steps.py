@@ -126,7 +126,7 @@ def schedule_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     split_prefill_steps.tile_qk_for_rows(sch, sizes)
     generic._schedule_rows_last_bias(sch, sizes)
     split_prefill_steps.softmax_by_rows(sch, sizes)
-    split_prefill_steps.probabilities_by_vectors(sch)
+    split_prefill_steps.probabilities_by_vectors(sch, _LANES)
     if find_block(sch, "packed_v"):
         _codes_by_vectors(sch, "packed_v", 3, _VALUE_KEYS)
     split_prefill_steps.tile_sv_for_rows(sch, sizes, _BYTES)

@@ -24,7 +24,7 @@ _KEYS = 4
 def digits_of_rows(sch: Schedule, sizes: BlockSizes) -> None:
     """The digits of a task's rows, a vector of rows at a time."""
     lanes = sizes.lanes
-    for name in ("query_up", "query_down", "query_fixed", "query_offsets"):
+    for name in ("query_up", "query_down", "query_fixed", "query_starts"):
         vectorize_last(sch, name, lanes)
     for name, reduced in (("query_largest", 2), ("query_sums", 2)):
         _reduce_over_columns(sch, name, lanes, reduced)
@@ -70,9 +70,6 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes) -> None:
     t_outer, t_inner = sch.split(t, [None, key_tile])
     end_at_last_key(sch, t_outer, keys)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, sizes.lanes])
-    # Where registers are scarce, one of the sums would be spilled for it.
-    if _all_operands_stay(sizes):
-        start_at_first_row(sch, m_outer, rows)
     sch.reorder(m_outer, t_outer, t_inner, m_vectors, lane)
     sch.compute_at(sums, t_outer, preserve_unit_loops=True)
     for loop in (t_inner, m_vectors):
@@ -100,14 +97,39 @@ _MANY_SUMS = 24
 _QK_VECTORS = {1: 3, 2: 3, 3: 2}
 
 
-def probabilities_by_vectors(sch: Schedule) -> None:
-    """Bytes of the probabilities of 4 keys x a vector of rows, arranged in registers."""
-    arrange, fixed = sch.get_sblock("arrange_p"), sch.get_sblock("p_fixed")
-    t, block, j, _ = _own_loops(sch, arrange, 4)
-    end_at_last_key(sch, t, _KEYS * int(sch.get(t).extent))
-    sch.compute_at(fixed, block, preserve_unit_loops=True)
-    _by_vectors(sch, fixed, 2)
-    sch.tensorize(j, vnni.register_arrange_probabilities(int(sch.get(arrange).writes[0].source.shape[-1])))
+def softmax_by_rows(sch: Schedule, sizes: BlockSizes) -> None:
+    """The softmax of a tile of rows relative to the block's own maximum, rows as lanes."""
+    for name in ("m_new", "alpha", "weight", "sum_start", "m_out", "l_new"):
+        vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
+    reduce_down_columns(sch, "block_max", sizes.lanes, sizes.reduction_vectors)
+    for name in ("p", "block_sum"):
+        _unroll_by_vectors(sch, name, sizes.lanes)
+    some = sch.get_sblock("p_sum")
+    m, t = _own_loops(sch, some, 2)
+    vector, lane = sch.split(m, [None, sizes.lanes])
+    sch.reorder(vector, t, lane)
+    for loop in (vector, t):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+    _by_vectors(sch, sch.decompose_reduction(some, t), 1)
+
+
+def _unroll_by_vectors(sch: Schedule, name: str, lanes: int) -> None:
+    """All of a block over rows, in registers."""
+    block = sch.get_sblock(name)
+    *outer, m = _own_loops(sch, block, len(sch.get(block).iter_vars))
+    vector, lane = sch.split(m, [None, lanes])
+    for loop in (*outer, vector):
+        sch.unroll(loop)
+    sch.vectorize(lane)
+
+
+def probabilities_by_vectors(sch: Schedule, lanes: int) -> None:
+    """Bytes of the probabilities of 4 keys x vectors of rows, arranged in registers."""
+    _unroll_by_vectors(sch, "p_fixed", lanes)
+    _, vector, j, _ = _own_loops(sch, sch.get_sblock("arrange_p"), 4)
+    sch.unroll(vector)
+    sch.tensorize(j, vnni.register_arrange_probabilities(4 * lanes))
 
 
 def values_by_vectors(sch: Schedule) -> None:
@@ -124,7 +146,9 @@ def tile_sv_for_rows(sch: Schedule, sizes: BlockSizes, width: int = 0) -> None:
     columns = int(sch.get(column).extent)
     lanes = (width or sizes.value_width(columns)) // _KEYS
     all_rows = int(sch.get(m).extent)
-    rows, vectors = _value_tile(all_rows, columns // lanes, digits, sizes.dot_sums)
+    # A tile of the softmax that is passed over leaves no factor for its rows.
+    softmax_rows = int(sch.get(sch.get_sblock("m_out")).writes[0].source.shape[0])
+    rows, vectors = _value_tile(softmax_rows, columns // lanes, digits, sizes.dot_sums)
     m_outer, m_inner = sch.split(m, [None, rows])
     start_at_first_row(sch, m_outer, all_rows)
     c_outer, c_vectors, lane = sch.split(column, [None, vectors, lanes])
@@ -154,12 +178,3 @@ def _value_tile(rows: int, vectors: int, digits: int, most_sums: int) -> tuple[i
 
     wide = (v for v in range(1, vectors + 1) if vectors % v == 0 and v * digits <= most_sums)
     return min(((largest_divisor(rows, most_sums // (v * digits)), v) for v in wide), key=loads)
-
-
-def softmax_by_rows(sch: Schedule, sizes: BlockSizes) -> None:
-    """The softmax of a block relative to its own maximum, rows as lanes."""
-    for name in ("m_new", "alpha", "weight", "p", "l_new", "m_out"):
-        vectorize_last(sch, name, sizes.lanes, sizes.elementwise_vectors)
-    end_elementwise_at_last_key(sch, ("p",))
-    for name in ("block_max", "block_sum"):
-        reduce_down_columns(sch, name, sizes.lanes, sizes.reduction_vectors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import intrinsics_neon as neon
 from .block_sizes import BlockSizes, largest_divisor
-from .split_prefill_steps import _reduce_over_columns
+from .split_prefill_steps import _reduce_over_columns, _unroll_by_vectors
 from .split_steps import _by_vectors
 from .split_steps_neon import arrange_block
 from .steps import Schedule, _own_loops, end_at_last_key, start_at_first_row, vectorize_last
@@ -44,7 +44,6 @@ def tile_qk_for_rows(sch: Schedule) -> None:
     t_outer, t_inner = sch.split(t, [None, _TILE_KEYS])
     end_at_last_key(sch, t_outer, keys)
     m_outer, m_vectors, lane = sch.split(m, [None, vectors, _LANES])
-    start_at_first_row(sch, m_outer, rows)
     sch.reorder(t_outer, m_outer, t_inner, m_vectors, lane)
     sch.compute_at(sums, m_outer, preserve_unit_loops=True)
     for loop in (t_inner, m_vectors):
@@ -60,12 +59,11 @@ def tile_qk_for_rows(sch: Schedule) -> None:
 
 
 def probabilities_by_vectors(sch: Schedule) -> None:
-    """Digits of the probabilities of 4 keys x 4 rows, arranged in registers."""
-    arrange, words = sch.get_sblock("arrange_p"), sch.get_sblock("p_words")
-    t = _own_loops(sch, arrange, 3)[0]
-    end_at_last_key(sch, t, _LANES * int(sch.get(t).extent))
-    sch.compute_at(words, t, preserve_unit_loops=True)
-    _by_vectors(sch, words, 2)
+    """Digits of the probabilities of 4 keys x vectors of rows, arranged in registers."""
+    _unroll_by_vectors(sch, "p_words", _LANES)
+    arrange = sch.get_sblock("arrange_p")
+    for loop in _own_loops(sch, arrange, 4)[:2]:
+        sch.unroll(loop)
     _arrange_digits(sch, arrange)
 
 

@@ -12,9 +12,10 @@ Schedule = s_tir.Schedule
 # The kind of a vectorised loop.
 VECTORIZED = 2
 # Marks of loops over the rows of a task and the keys of a block, and the int32 buffers of kernels where they begin and
-# end (`visible_tiles`): the first row that sees a key of the block [1]; the block's keys that some row sees [1]; those
-# that a row or one before it sees [M].
+# end (`visible_tiles`): the first row that sees a key of the block [1]; the rows of the task [1]; the block's keys that
+# some row sees [1]; those that a row or one before it sees [M].
 FIRST_ROW = "first_seeing_row"
+TASK_ROWS = "task_rows"
 LAST_KEY = "last_key"
 BLOCK_KEYS = "block_keys"
 ROW_KEYS = "row_keys"
@@ -57,9 +58,10 @@ def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) 
 
 
 def start_at_first_row(sch: Schedule, loop, rows: int) -> None:
-    """Mark a loop over the tiles of a task's `rows`: it may begin with the row in buffer FIRST_ROW, where there is one.
+    """Mark a loop over the tiles of a task's `rows`: it may begin with the row in buffer FIRST_ROW and end with those in
+    TASK_ROWS, where there are such buffers.
 
-    The rows before it see no key of the block.
+    The rows before see no key of the block, those after repeat the last one.
     """
     sch.annotate(loop, FIRST_ROW, rows)
 

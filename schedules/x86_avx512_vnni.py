@@ -19,7 +19,7 @@ def schedule_flash_prefill(sch: steps.Schedule, sizes: BlockSizes) -> None:
     split_prefill_steps.tile_qk_for_rows(sch, sizes)
     generic._schedule_rows_last_bias(sch, sizes)
     split_prefill_steps.softmax_by_rows(sch, sizes)
-    split_prefill_steps.probabilities_by_vectors(sch)
+    split_prefill_steps.probabilities_by_vectors(sch, sizes.lanes)
     split_prefill_steps.values_by_vectors(sch)
     split_prefill_steps.tile_sv_for_rows(sch, sizes)
 

@@ -96,8 +96,8 @@ def test_sink_joins_the_maximum(sink, score, wanted, cache, strategy):  # B39
         "strategy": strategy,
     }
     output = checked(0 * new, new, new, past, past, **rest, **stored(cache)).output
-    # 4 exp(-100) is no normal float32; zero is as good.
-    np.testing.assert_allclose(output, wanted, rtol=1e-6, atol=1e-37)
+    # 4 exp(-100) is no normal float32; zero is as good. A score in bits is rounded: 72.1 by up to 4e-6.
+    np.testing.assert_allclose(output, wanted, rtol=3e-6, atol=1e-37)
 
 
 @each_format

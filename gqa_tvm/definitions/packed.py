@@ -41,6 +41,11 @@ def _row_at(cache_rows, last_key, keys: int):
     return lambda t, x: cache_rows[tirx.min(tirx.Cast("int64", t), last_row), x]
 
 
+def key_words_shape(keys: int, planes: int, columns: int) -> tuple[int, int, int, int]:
+    """Of what `key_words` returns."""
+    return keys // KEY_ROW, planes, columns // KEY_QUAD, DOT_BYTES
+
+
 def key_words(cache_rows, last_key, planes: int):
     """Keys [T_block / 16, 16 C] as unsigned codes [T_block / 16, E, C / 4, 64] uint8: lane the key, byte the column."""
     rows, width = (int(n) for n in cache_rows.shape)
@@ -52,7 +57,7 @@ def key_words(cache_rows, last_key, planes: int):
             return tirx.reinterpret("uint8", element) ^ tirx.const(128, "uint8")
         return nibble(element, e)
 
-    return te.compute((rows, planes, width // DOT_BYTES, DOT_BYTES), code, name="packed_k")
+    return te.compute(key_words_shape(rows * KEY_ROW, planes, width // KEY_ROW), code, name="packed_k")
 
 
 def qk_gemm_packed(digits, offsets, down, codes, dropped: int = 0):
@@ -81,7 +86,7 @@ def qk_gemm_packed(digits, offsets, down, codes, dropped: int = 0):
     return te.compute((rows, keys), score, name="qk")
 
 
-def qk_gemm_packed_words(words, offsets, down, codes):
+def qk_gemm_packed_words(words, starts, down, codes):
     """As `split_prefill.qk_gemm_words`, against codes of `key_words`."""
     digits, planes, quads, rows = (int(n) for n in words.shape)
     keys = int(codes.shape[0]) * KEY_ROW
@@ -91,12 +96,12 @@ def qk_gemm_packed_words(words, offsets, down, codes):
     def product(t, d, m):
         code = tirx.Cast("int32", codes[t // KEY_ROW, e, c, t % KEY_ROW * 4 + q])
         byte = tirx.Cast("int8", words[d, e, c, m] >> (tirx.Cast("int32", q) * _i32(8)))
-        return te.sum(code * tirx.Cast("int32", byte), axis=[e, c, q])
+        return te.sum(code * tirx.Cast("int32", byte), axis=[e, c, q], init=starts[d, m])
 
     sums = te.compute((keys, digits, rows), product, name="qk_sums")
     return te.compute(
         (keys, rows),
-        lambda t, m: join_digits([sums[t, d, m] - offsets[d, m] for d in range(digits)]) * down[m],
+        lambda t, m: join_digits([sums[t, d, m] for d in range(digits)]) * down[m],
         name="qk",
     )
 

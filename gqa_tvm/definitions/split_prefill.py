@@ -50,7 +50,7 @@ def query_words(query_t, columns: int, fmt: str, digits: int):
     """Digits of rows as lanes.
 
     query_t [E, padded C, M] float32, columns: C, a multiple of 4. Returns words [digits, E, C / 4, M] int32 of 4
-    columns each, offsets [digits, M] int32: the dot product of a row's digits with the code of zero, and down [M]
+    columns each, starts [digits, M] int32: less the dot product of a row's digits with the code of zero, and down [M]
     float32: what the joined sums are multiplied by, NaN for a row that is not finite.
     """
     planes, _, rows = (int(n) for n in query_t.shape)
@@ -89,8 +89,8 @@ def query_words(query_t, columns: int, fmt: str, digits: int):
     sums = te.compute(
         (digits, rows), lambda d, m: te.sum(digit_sum(words[d, e2, c2, m]), axis=[e2, c2]), name="query_sums"
     )
-    offsets = te.compute((digits, rows), lambda d, m: sums[d, m] * _i32(KEY_OFFSET[fmt]), name="query_offsets")
-    return words, offsets, down
+    starts = te.compute((digits, rows), lambda d, m: sums[d, m] * _i32(-KEY_OFFSET[fmt]), name="query_starts")
+    return words, starts, down
 
 
 def key_codes(cache_rows, last_row, planes: int):
@@ -106,7 +106,7 @@ def key_codes(cache_rows, last_row, planes: int):
     return te.compute((keys, planes, columns), code, name="codes_k")
 
 
-def qk_gemm_words(words, offsets, down, codes):
+def qk_gemm_words(words, starts, down, codes):
     """Scores [T_block, M] float32 of query digits (`query_words`) against codes [T_block, E, C]."""
     digits, planes, quads, rows = (int(n) for n in words.shape)
     e, c = te.reduce_axis((0, planes), name="e"), te.reduce_axis((0, quads), name="c")
@@ -114,22 +114,24 @@ def qk_gemm_words(words, offsets, down, codes):
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
     sums = te.compute(
         (codes.shape[0], digits, rows),
-        lambda t, d, m: te.sum(as_i32(codes[t, e, c * 4 + q]) * as_i32(byte_of(words[d, e, c, m], q)), axis=[e, c, q]),
+        lambda t, d, m: te.sum(
+            as_i32(codes[t, e, c * 4 + q]) * as_i32(byte_of(words[d, e, c, m], q)), axis=[e, c, q], init=starts[d, m]
+        ),
         name="qk_sums",
     )
     return te.compute(
         (codes.shape[0], rows),
-        lambda t, m: join_digits([sums[t, d, m] - offsets[d, m] for d in range(digits)]) * down[m],
+        lambda t, m: join_digits([sums[t, d, m] for d in range(digits)]) * down[m],
         name="qk",
     )
 
 
-def block_softmax(scores, m_old, l_old):
-    """One step of the online softmax with probabilities relative to the block's own maximum.
+def block_maximum(scores, m_old):
+    """The first part of a step of the online softmax with probabilities relative to the block's own maximum.
 
-    scores [T_block, M], m_old, l_old [M]. Computation: b = max_t s, m = max(m_old, b), alpha = exp(m_old - m),
-    w = exp(b - m), p = exp(s - b), l = alpha l_old + w sum_t p. Returns alpha, w, p, l, m; p, l, m may overwrite s,
-    l_old, m_old in this order.
+    scores [T_block, M], m_old [M]. Computation: b = max_t s, m = max(m_old, b), alpha = exp(m_old - m),
+    w = exp(b - m), and z = 0, from where the sum of probabilities starts. Returns b, alpha, w, z, m; m may overwrite
+    m_old.
     """
     keys, rows = scores.shape
     t = te.reduce_axis((0, keys), name="t")
@@ -137,12 +139,23 @@ def block_softmax(scores, m_old, l_old):
     m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
     alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
     weight = te.compute((rows,), lambda m: shifted_exp(block_max[m], m_new[m]), name="weight")
-    p = te.compute((keys, rows), lambda key, m: shifted_exp(scores[key, m], block_max[m]), name="p")
-    t2 = te.reduce_axis((0, keys), name="t")
-    block_sum = te.compute((rows,), lambda m: te.sum(p[t2, m], axis=t2), name="block_sum")
-    l_new = te.compute((rows,), lambda m: l_old[m] * alpha[m] + block_sum[m] * weight[m], name="l_new")
+    start = te.compute((rows,), lambda m: _f32(0.0), name="sum_start")
     m_out = te.compute((rows,), lambda m: m_new[m], name="m_out")
-    return alpha, weight, p, l_new, m_out
+    return block_max, alpha, weight, start, m_out
+
+
+def block_probabilities(scores, block_max, sum_old):
+    """p = exp(s - b) of some keys of a block, scores [T, M], and its sum [M] over the block so far."""
+    keys, rows = scores.shape
+    t = te.reduce_axis((0, keys), name="t")
+    p = te.compute((keys, rows), lambda key, m: shifted_exp(scores[key, m], block_max[m]), name="p")
+    some = te.compute((rows,), lambda m: te.sum(p[t, m], axis=t), name="p_sum")
+    return p, te.compute((rows,), lambda m: sum_old[m] + some[m], name="block_sum")
+
+
+def block_denominator(l_old, alpha, block_sum, weight):
+    """l = alpha l_old + w sum_t p, all [M]."""
+    return te.compute(l_old.shape, lambda m: l_old[m] * alpha[m] + block_sum[m] * weight[m], name="l_new")
 
 
 def fixed_probability(p, digits: int):
@@ -151,6 +164,11 @@ def fixed_probability(p, digits: int):
     At 2^23 and above a float32 is an integer, whose low 23 bits it ends with; 1 ends with the bits of 2^23.
     """
     return tirx.reinterpret("int32", p * _f32(2.0 ** (8 * digits - 1)) + _f32(_ROUNDING))
+
+
+def probability_shape(keys: int, rows: int, lanes: int) -> tuple[int, int, int, int]:
+    """Of what `probability_words` returns."""
+    return keys // KEYS_PER_DOT, rows // lanes, 4, 4 * lanes
 
 
 def probability_words(p, digits: int, lanes: int):
@@ -165,7 +183,7 @@ def probability_words(p, digits: int, lanes: int):
         word = fixed[t * 4 + x % 4, block * lanes + x // 16 * 4 + j]
         return tirx.reinterpret("uint8", byte_of(word, x // 4 % 4))
 
-    return te.compute((keys // 4, rows // lanes, 4, 4 * lanes), byte, name="arrange_p")
+    return te.compute(probability_shape(keys, rows, lanes), byte, name="arrange_p")
 
 
 def value_vectors(cache_rows, last_row, planes: int, vectors: RowVectors):

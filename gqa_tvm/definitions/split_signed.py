@@ -34,15 +34,21 @@ def signed_nibble(byte, plane):
 
 
 def codes_of_planes(arranged, planes: int, name: str):
-    """Function (t, v, e, ..) of arranged bytes [t, v, ..]: int8 codes of plane e."""
+    """Codes [t, v, E, ..] int8 of arranged bytes [t, v, ..], which they are where there is one plane."""
     if planes == 1:
-        return lambda t, v, e, *rest: arranged[(t, v, *rest)]
+        return arranged
     keys, vectors, *inner = arranged.shape
-    codes = te.compute(
+    return te.compute(
         (keys, vectors, planes, *inner),
         lambda t, v, e, *rest: signed_nibble(arranged[(t, v, *rest)], e),
         name=f"nibbles_{name}",
     )
+
+
+def code_function(codes, planes: int):
+    """Function (t, v, e, ..) -> int8 of what `codes_of_planes` returns."""
+    if planes == 1:
+        return lambda t, v, e, *rest: codes[(t, v, *rest)]
     return lambda *index: codes[index]
 
 
@@ -55,7 +61,7 @@ def key_codes(cache_rows, last_row, planes: int):
         lambda t, v, j, x: loaded[t * 4 + x // 4, v * DOT_BYTES + j * 4 + x % 4],
         name="arrange_k",
     )
-    return codes_of_planes(arranged, planes, "k")
+    return code_function(codes_of_planes(arranged, planes, "k"), planes)
 
 
 def value_codes(cache_rows, last_row, planes: int):
@@ -67,7 +73,7 @@ def value_codes(cache_rows, last_row, planes: int):
         lambda t, v, i, j, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * DOT_BYTES + i * 4 + x // 4],
         name="arrange_v",
     )
-    return codes_of_planes(arranged, planes, "v")
+    return code_function(codes_of_planes(arranged, planes, "v"), planes)
 
 
 def qk_gemm_digits(digits, down, code_at, shape):

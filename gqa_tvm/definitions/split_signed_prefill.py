@@ -14,7 +14,7 @@ from tvm import te, tirx
 
 from .half import magnitude_bits
 from .split_integer import fixed_point, is_finite, join_digits, load_rows, row_scales
-from .split_signed import CODE_FACTOR, DOT_BYTES, LARGEST_FIXED, VALUE_ROWS, codes_of_planes
+from .split_signed import CODE_FACTOR, DOT_BYTES, LARGEST_FIXED, VALUE_ROWS, code_function, codes_of_planes
 
 # Keys of a tile of scores, rows of a vector.
 TILE_KEYS, ROWS = 8, 4
@@ -81,8 +81,17 @@ def query_digits(query_t, digits: int):
     return arranged, down
 
 
+def key_codes_shape(keys: int, columns: int, planes: int) -> tuple[int, ...]:
+    """Of what `key_codes` returns."""
+    inner = (4, 2, DOT_BYTES)
+    return keys // TILE_KEYS, columns // DOT_BYTES, *((planes, *inner) if planes > 1 else inner)
+
+
 def key_codes(cache_rows, last_row, planes: int):
-    """Function (t, v, e, j, h, x): of the keys 8 t + 4 h .. + 3, in lane x / 4, columns 16 v + 4 j .. + 3."""
+    """Codes [t, v, e, j, h, x] int8: of the keys 8 t + 4 h .. + 3, in lane x / 4, columns 16 v + 4 j .. + 3.
+
+    There is no axis e of one plane.
+    """
     keys, columns = (int(n) for n in cache_rows.shape)
     loaded = load_rows(cache_rows, last_row, "load_k")
     arranged = te.compute(
@@ -102,11 +111,14 @@ def value_codes(cache_rows, last_row, planes: int):
         lambda t, v, i, j, h, x: loaded[t * VALUE_ROWS + j * 4 + x % 4, v * DOT_BYTES + i * 8 + h * 4 + x // 4],
         name="arrange_v",
     )
-    return codes_of_planes(arranged, planes, "v")
+    return code_function(codes_of_planes(arranged, planes, "v"), planes)
 
 
 def qk_gemm_rows(digits, down, code_at, keys: int, fmt: str):
-    """Scores [T_block, M] float32 of query digits (`query_digits`) against codes (`key_codes`) of `keys` keys."""
+    """Scores [T_block, M] float32 of query digits (`query_digits`) against codes of `keys` keys.
+
+    code_at: function (t, v, e, j, h, x) of `key_codes`.
+    """
     row_vectors, vectors, planes, _, count, _ = (int(n) for n in digits.shape)
     v, e = te.reduce_axis((0, vectors), name="v"), te.reduce_axis((0, planes), name="e")
     j, q = te.reduce_axis((0, 4), name="j"), te.reduce_axis((0, 4), name="q")
@@ -127,12 +139,17 @@ def qk_gemm_rows(digits, down, code_at, keys: int, fmt: str):
     return te.compute((keys, row_vectors * ROWS), score, name="qk")
 
 
+def probability_shape(keys: int, rows: int, digits: int) -> tuple[int, int, int, int]:
+    """Of what `probability_digits` returns."""
+    return rows // ROWS, keys // 4, digits, DOT_BYTES
+
+
 def probability_digits(p, digits: int):
     """Digits [M / 4, T_block / 4, D, 16] int8 of probabilities [T_block, M] in [0, 1]: lane x / 4 is a row."""
     keys, rows = (int(n) for n in p.shape)
     words = te.compute((keys, rows), lambda t, m: probability_word(p[t, m], digits), name="p_words")
     return te.compute(
-        (rows // ROWS, keys // 4, digits, DOT_BYTES),
+        probability_shape(keys, rows, digits),
         lambda m, t, d, x: word_digit(words[t * 4 + x % 4, m * ROWS + x // 4], d, digits),
         name="arrange_p",
     )

@@ -21,7 +21,7 @@ from .rows_last import (
     pack_query,
     rows_last_steps,
 )
-from .split_prefill import emit_query_words, emit_split_block
+from .split_prefill import emit_query_digits, emit_split_block
 
 
 def _emit_block(spec, steps, x, scalars, rows, b, n, begin, end, state: RowsLastState, split) -> None:
@@ -49,26 +49,27 @@ def _split_form(spec: KernelSpec, sizes):
 def _steps(spec: KernelSpec, sizes, form):
     """The steps of a block of keys."""
     if form:
-        return form.split_prefill_steps(spec, sizes, sizes.split_kv_block, sizes.q_block)
+        return form.split_prefill_steps(spec, sizes, sizes.split_kv_block, sizes.split_q_block)
     return rows_last_steps(spec, sizes.kv_block, sizes.padded_columns(spec.cache_columns), sizes.q_block)
 
 
-def _prepare_rows(spec: KernelSpec, steps, form, state: RowsLastState):
+def _prepare_rows(spec: KernelSpec, sizes, steps, form, state: RowsLastState):
     """The digits of the rows, where the products take them."""
     if not form:
         return None
-    split = form.allocate_split_state(spec, int(state.m.shape[0]))
-    emit_query_words(steps, state, split)
+    split = form.allocate_split_state(spec, sizes, steps, int(state.m.shape[0]))
+    emit_query_digits(steps, state, split)
     return split
 
 
 def flash_prefill(spec: KernelSpec, sizes):
-    """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of sizes.q_block rows)."""
+    """The flash_prefill kernel's PrimFunc: a task is (entry, KV head, block of rows)."""
     form = _split_form(spec, sizes)
-    M, columns = sizes.q_block, sizes.padded_columns(spec.cache_columns)
+    M = sizes.split_q_block if form else sizes.q_block
+    columns = sizes.padded_columns(spec.cache_columns)
     value_columns = spec.cache_columns if form else columns
     steps = _steps(spec, sizes, form)
-    BC = steps.kv_block
+    BC, key_tile = steps.kv_block, form.KEY_TILE if form else 1
 
     @T.prim_func(s_tir=True)
     def kernel(
@@ -124,12 +125,15 @@ def flash_prefill(spec: KernelSpec, sizes):
                 first_row: T.let = (row_blocks - 1 - vi) * M
                 describe_rows(rows, M, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 pack_query(spec, x, scalars, rows, vb, vn, M, columns, state.query_t)
-                split = T.meta_var(_prepare_rows(spec, steps, form, state))
+                split = T.meta_var(_prepare_rows(spec, sizes, steps, form, state))
                 # Found by these names; set here as well, so that their storage is the task's.
+                task_rows = T.sblock_alloc_buffer((1,), "int32")
                 first_seeing_row = T.sblock_alloc_buffer((1,), "int32")
                 block_keys = T.sblock_alloc_buffer((1,), "int32")
                 row_keys = T.sblock_alloc_buffer((M,), "int32")
-                visible = T.meta_var(VisibleTiles(first_seeing_row, block_keys, row_keys))
+                visible = T.meta_var(VisibleTiles(task_rows, first_seeing_row, block_keys, row_keys))
+                valid: T.let = T.min(total_rows - first_row, T.int64(M))
+                task_rows[0] = T.Cast("int32", valid)
                 first_seeing_row[0] = 0
                 block_keys[0] = 0
                 row_keys[0] = 0
@@ -140,9 +144,8 @@ def flash_prefill(spec: KernelSpec, sizes):
                 for blk in T.serial((T.max(end_key - first_key, 0) + (BC - 1)) // BC):
                     begin: T.let = first_key + blk * BC
                     first_seeing: T.let = first_row_seeing(scalars, begin - past, group, first_row)
-                    describe_visible(visible, rows, first_seeing, begin, BC)
+                    describe_visible(visible, rows, first_seeing, begin, BC, key_tile)
                     _emit_block(spec, steps, x, scalars, rows, vb, vn, begin, end_key, state, split)
-                valid: T.let = T.min(total_rows - first_row, T.int64(M))
                 write_output(spec, x, scalars, rows, vb, vn, valid, state.m, state.l, state.acc)
 
     return kernel

@@ -92,26 +92,31 @@ _TILE_KEYS = 16
 class VisibleTiles(NamedTuple):
     """Where loops over rows and the keys of a block begin and end, int32 (`visible_tiles`): see `describe_visible`."""
 
+    task_rows: Any  # [1]
     first_seeing_row: Any  # [1]
     block_keys: Any  # [1]
     row_keys: Any  # [M]
 
 
-def describe_visible(visible: VisibleTiles, rows: RowBlock, first_seeing_row, begin, kv_block: int):
+def describe_visible(visible: VisibleTiles, rows: RowBlock, first_seeing_row, begin, kv_block: int, key_tile: int):
     """Fill `visible` for the keys from `begin` on: the first row that sees one, the keys up to the last one that a row
-    sees, in whole tiles, and those up to the last one that a row or one before it sees.
+    sees, in whole tiles, and those up to the last one that a row or one before it sees, by `key_tile`.
 
     Rows of query padding see no key, and come after those that do.
     """
     T.buffer_store(visible.first_seeing_row, first_seeing_row, [0])
-    keys = tirx.truncdiv(rows.limits[3] - begin + (_TILE_KEYS - 1), T.int32(_TILE_KEYS)) * _TILE_KEYS
-    keys = T.bind(tirx.min(keys, T.int32(kv_block)))
+    keys = T.bind(tirx.min(_whole_tiles(rows.limits[3] - begin, _TILE_KEYS), T.int32(kv_block)))
     T.buffer_store(visible.block_keys, keys, [0])
     last = T.sblock_alloc_buffer((1,), "int32")
     T.buffer_store(last, T.int32(0), [0])
     with T.serial(0, int(visible.row_keys.shape[0])) as r:
-        T.buffer_store(last, tirx.max(last[0], tirx.min(rows.end_key[r] - begin, keys)), [0])
+        own = _whole_tiles(tirx.max(rows.end_key[r] - begin, T.int32(0)), key_tile)
+        T.buffer_store(last, tirx.max(last[0], tirx.min(own, keys)), [0])
         T.buffer_store(visible.row_keys, last[0], [r])
+
+
+def _whole_tiles(keys, tile: int):
+    return tirx.truncdiv(keys + (tile - 1), T.int32(tile)) * tile if tile > 1 else keys
 
 
 def align_stack(block: RowBlock, count, lanes: int):

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from tvm import te
 from tvm.script import tirx as T
 
 from ..definitions import split_integer as si
 from ..definitions import split_signed_prefill as signed
-from ..definitions.split_signed import DOT_BYTES
+from ..definitions.split_signed import DOT_BYTES, VALUE_ROWS, code_function
 from ..kernels import KernelSpec
 from .splice import make_step
-from .split_prefill import SplitPrefillSteps, softmax_step
+from .split_prefill import SplitPrefillState, SplitPrefillSteps, softmax_steps, tile_rows
 from .split_rows import stored_rows
 
-
-class SignedPrefillState(NamedTuple):
-    """What a task holds besides `RowsLastState`: its rows' digits, and the weight of a block's probabilities [M]."""
-
-    digits: Any  # [M / 4, C / 16, E, 4, D, 16] int8
-    down: Any  # [M] float32
-    weight: Any  # [M] float32
+KEY_TILE = VALUE_ROWS
 
 
 def _digits_shape(spec: KernelSpec, rows: int):
@@ -34,36 +26,56 @@ def _query_step(spec: KernelSpec, rows: int):
     return make_step([query_t, *signed.query_digits(query_t, si.prefill_digits(spec.precision)[0])])
 
 
-def _qk_step(spec: KernelSpec, kv_block: int, rows: int):
+def _codes_shape(spec: KernelSpec, kv_block: int):
+    return signed.key_codes_shape(kv_block, spec.cache_columns, spec.cache_planes)
+
+
+def _keys_step(spec: KernelSpec, kv_block: int):
     cache_rows, last_row = stored_rows(spec, kv_block)
+    return make_step([cache_rows, last_row, signed.key_codes(cache_rows, last_row, spec.cache_planes)])
+
+
+def _qk_step(spec: KernelSpec, kv_block: int, rows: int):
+    codes = te.placeholder(_codes_shape(spec, kv_block), "int8", name="codes")
     digits = te.placeholder(_digits_shape(spec, rows), "int8", name="digits")
     down = te.placeholder((rows,), name="down")
-    code_at = signed.key_codes(cache_rows, last_row, spec.cache_planes)
-    scores = signed.qk_gemm_rows(digits, down, code_at, kv_block, spec.cache)
-    return make_step([cache_rows, last_row, digits, down, scores])
+    code_at = code_function(codes, spec.cache_planes)
+    return make_step([codes, digits, down, signed.qk_gemm_rows(digits, down, code_at, kv_block, spec.cache)])
 
 
 def _sv_step(spec: KernelSpec, kv_block: int, rows: int):
     cache_rows, last_row = stored_rows(spec, kv_block)
-    p = te.placeholder((kv_block, rows), name="p")
+    shape = signed.probability_shape(kv_block, rows, si.prefill_digits(spec.precision)[1])
+    digits = te.placeholder(shape, "int8", name="p_digits")
     accumulator = te.placeholder((rows, spec.cache_planes, spec.cache_columns), name="acc_old")
     beta, weight = (te.placeholder((rows,), name=name) for name in ("row_beta", "row_weight"))
     code_at = signed.value_codes(cache_rows, last_row, spec.cache_planes)
-    digits = signed.probability_digits(p, si.prefill_digits(spec.precision)[1])
     result = signed.sv_gemm_rows(digits, code_at, accumulator, beta, weight, spec.cache)
-    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result])
+    return make_step([cache_rows, last_row, digits, accumulator, beta, weight, result])
 
 
-def split_prefill_steps(spec: KernelSpec, _sizes, kv_block: int, rows: int) -> SplitPrefillSteps:
+def split_prefill_steps(spec: KernelSpec, sizes, kv_block: int, rows: int) -> SplitPrefillSteps:
+    digits = si.prefill_digits(spec.precision)[1]
+    tile = tile_rows(spec, rows, sizes.lanes)
     return SplitPrefillSteps(
-        _query_step(spec, rows),
-        _qk_step(spec, kv_block, rows),
-        softmax_step(kv_block, rows),
+        _query_step(spec, tile),
+        _keys_step(spec, kv_block),
+        _qk_step(spec, kv_block, tile),
+        softmax_steps(kv_block, tile, lambda p: signed.probability_digits(p, digits)),
         _sv_step(spec, kv_block, rows),
         kv_block,
+        tile,
+        digits_axes=(1, 0),
     )
 
 
-def allocate_split_state(spec: KernelSpec, rows: int) -> SignedPrefillState:
-    down, weight = (T.sblock_alloc_buffer((rows,)) for _ in range(2))
-    return SignedPrefillState(T.sblock_alloc_buffer(_digits_shape(spec, rows), "int8"), down, weight)
+def allocate_split_state(spec: KernelSpec, _sizes, steps: SplitPrefillSteps, rows: int) -> SplitPrefillState:
+    """As `split_prefill`, of the rows digits [M / 4, C / 16, E, 4, D, 16] int8 and down, codes int8."""
+    allocate = T.sblock_alloc_buffer
+    digits = si.prefill_digits(spec.precision)[1]
+    return SplitPrefillState(
+        (allocate(_digits_shape(spec, rows), "int8"), allocate((rows,))),
+        allocate(_codes_shape(spec, steps.kv_block), "int8"),
+        allocate((rows,)),
+        allocate(signed.probability_shape(steps.kv_block, rows, digits), "int8"),
+    )

@@ -1,7 +1,8 @@
 """Compiler pass that lets marked loops over the rows of a task and the keys of a block cover what is visible.
 
-Loops over tiles of rows begin with the first row that sees a key of the block, loops over keys end with the last key
-that a row of the task, or of the tile around them, sees. Kernels have the numbers in buffers of these names.
+Loops over tiles of rows begin with the first row that sees a key of the block and end with the task's last row, loops
+over keys end with the last key that a row of the task, or of the tile around them, sees. Kernels have the numbers in
+buffers of these names.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import tvm_ffi
 from tvm import tirx
 
-from ..schedules.steps import BLOCK_KEYS, FIRST_ROW, LAST_KEY, ROW_KEYS
+from ..schedules.steps import BLOCK_KEYS, FIRST_ROW, LAST_KEY, ROW_KEYS, TASK_ROWS
 from .functions import function_pass
 
 
@@ -37,8 +38,9 @@ def _cover_visible(function):
             return loop
         tile_rows = int(loop.annotations[FIRST_ROW]) // int(loop.extent)
         first = tirx.truncdiv(load(FIRST_ROW, 0), tirx.IntImm("int32", tile_rows))
+        end = tirx.truncdiv(load(TASK_ROWS, 0) + (tile_rows - 1), tirx.IntImm("int32", tile_rows))
         last_row = loop.loop_var * tile_rows + (tile_rows - 1)
-        return _with_range(loop, first, loop.extent, _end_at(loop.body, load(ROW_KEYS, last_row)))
+        return _with_range(loop, first, end, _end_at(loop.body, load(ROW_KEYS, last_row)))
 
     body = tvm_ffi.structural_map(function.body, (tirx.For, cover_rows))
     return function.with_body(_end_at(body, load(BLOCK_KEYS, 0)))
