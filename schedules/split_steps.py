@@ -172,7 +172,10 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     m_outer, m_inner = sch.split(m, [None, rows])
     column_outer, outer, inner = sch.split(column, [None, halves * size // lanes, lanes])
     sch.reorder(m_outer, column_outer, e, m_inner, outer, inner)
-    sch.compute_at(product, e, preserve_unit_loops=True)
+    planes = int(sch.get(product).writes[0].source.shape[3])
+    # Both planes of values that are arranged once, where their sums fit.
+    both_planes = fits_two and planes == 2 and rows * halves == 1
+    sch.compute_at(product, column_outer if both_planes else e, preserve_unit_loops=True)
     # Nibbles of a known plane take fewer instructions.
     for loop in (e, m_inner, outer):
         sch.unroll(loop)
@@ -180,7 +183,6 @@ def tile_sv_for_dots(sch: Schedule, row_tile: int, most_sums: int) -> None:
     m, d, v, e, j, lane, t, b = _own_loops(sch, product, 8)
     keys = _KEYS_OF_DOT * int(sch.get(t).extent)
     end_at_last_key(sch, t, keys)
-    planes = int(sch.get(product).writes[0].source.shape[3])
     if fits_two and (planes == 1 or size == _LONGEST):
         tile = (v, e, m, d, j)
         sch.reorder(t, *tile, lane, b)

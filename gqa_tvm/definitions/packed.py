@@ -13,9 +13,11 @@ from tvm import te, tirx
 
 from .split_integer import (
     KEY_OFFSET,
+    VALUE_FACTOR,
     fixed_probabilities,
     join_digits,
     nibble,
+    signed_nibble,
     unsigned_field,
 )
 from .split_prefill import byte_of
@@ -120,8 +122,7 @@ def value_codes(cache_rows, last_key, planes: int, scaled: bool = False):
     def code(t, e, x):
         if not scaled:
             return tirx.reinterpret("int8", nibble(at(t, x), e) - offset)
-        upper = at(t, x) << (tirx.const(4, "uint8") - tirx.Cast("uint8", e) * tirx.const(4, "uint8"))
-        return tirx.reinterpret("int8", (upper & tirx.const(0xF0, "uint8")) ^ tirx.const(0x80, "uint8"))
+        return signed_nibble(at(t, x), e)
 
     codes = te.compute((rows, planes, width), code, name="packed_v")
     return lambda t, e, c, key: codes[t, e, c * VALUE_ROW + key]
@@ -162,7 +163,7 @@ def sv_gemm_packed(p_bytes, down_at, count: int, code_at, accumulator, row_beta)
     )
 
     # Exact: powers of two.
-    unit = tirx.const(1.0 if planes == 1 else 1 / 16, "float32")
+    unit = tirx.const(1.0 / VALUE_FACTOR[planes], "float32")
 
     def added(m, e, c):
         sums = join_digits([product[m, d, e, c] for d in range(count)])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import fixed_point, join_digits, load_rows
+from .split_integer import fixed_point, join_digits, load_rows, signed_nibble
 
 DOT_BYTES = 16
 # What so many digits of a probability hold, less the rounding of the scale.
@@ -24,13 +24,6 @@ LARGEST_ELEMENTS = 496
 VALUE_ROWS = 16
 # What a code is multiplied by in the sums.
 CODE_FACTOR = {"i8": 1, "i4": 16}
-
-
-def signed_nibble(byte, plane):
-    """16 times an INT4 code, which is stored with 8 added, as int8; byte: uint8."""
-    shift = tirx.const(4, "uint8") - tirx.Cast("uint8", plane) * tirx.const(4, "uint8")
-    upper = (byte << shift) & tirx.const(0xF0, "uint8")
-    return tirx.reinterpret("int8", upper ^ tirx.const(0x80, "uint8"))
 
 
 def codes_of_planes(arranged, planes: int, name: str):
