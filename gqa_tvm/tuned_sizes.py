@@ -17,7 +17,7 @@ from .schedules.block_sizes import BlockSizes
 ORDER_FIELDS = (
     *("q_block", "kv_block", "lanes"),
     *("decode_rows", "decode_kv_block", "kv_chunk"),
-    *("split_integers", "split_prefill", "split_kv_block"),
+    *("split_integers", "split_prefill", "split_q_block", "split_kv_block"),
 )
 
 

@@ -68,7 +68,6 @@ def _tile_qk(sch: Schedule, suffix: str) -> None:
 
 def _probabilities_by_vectors(sch: Schedule, sizes: BlockSizes) -> None:
     """Bytes of the probabilities of 16 keys: one shuffle of a register."""
-    steps.reduce_along_row(sch, "p_max", sizes.lanes)
     arrange, fixed = sch.get_sblock("packed_p"), sch.get_sblock("p_fixed")
     _, t, x = _own_loops(sch, arrange, 3)
     sch.compute_at(fixed, t, preserve_unit_loops=True)

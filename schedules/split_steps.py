@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from . import intrinsics_vnni as vnni
-from .steps import Schedule, _own_loops, end_at_last_key, find_block, reduce_along_row, vectorize_last
+from .steps import Schedule, _own_loops, end_at_last_key, find_block, vectorize_last
 
 _KEYS = 16
 _KEYS_OF_DOT = 4
@@ -146,7 +146,6 @@ def _tensorize_sums(sch: Schedule, sums, arrange_at, keys: str) -> None:
 
 def digits_by_vectors(sch: Schedule, lanes: int) -> None:
     """Digits of the probabilities, a vector at a time."""
-    reduce_along_row(sch, "p_max", lanes)
     vectorize_last(sch, "p_fixed", lanes)
     vectorize_last(sch, "p_digits", lanes)
     m, d, outer, middle, inner = _own_loops(sch, sch.get_sblock("p_digits"), 5)

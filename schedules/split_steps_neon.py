@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import intrinsics_neon as neon
 from .block_sizes import largest_divisor
 from .split_steps import _by_vectors
-from .steps import Schedule, _own_loops, end_at_last_key, find_block, reduce_along_row, vectorize_last
+from .steps import Schedule, _own_loops, end_at_last_key, find_block, vectorize_last
 
 _LANES = 4
 # Vectors of sums for a vector of bytes.
@@ -86,7 +86,6 @@ def tile_qk_for_dots(sch: Schedule, row_tile: int) -> None:
 
 def digits_by_vectors(sch: Schedule, lanes: int, suffix: str) -> None:
     """Digits of the probabilities: of 4 vectors, whose bytes fill one."""
-    reduce_along_row(sch, f"p_max{suffix}", lanes)
     vectorize_last(sch, f"p_fixed{suffix}", lanes, 4)
     vectorize_last(sch, f"p_digits{suffix}", 4 * lanes)
     m, d, outer, middle, inner = _own_loops(sch, sch.get_sblock(f"p_digits{suffix}"), 5)

@@ -58,8 +58,8 @@ def vectorize_last(sch: Schedule, block_name: str, lanes: int, unroll: int = 1) 
 
 
 def start_at_first_row(sch: Schedule, loop, rows: int) -> None:
-    """Mark a loop over the tiles of a task's `rows`: it may begin with the row in buffer FIRST_ROW and end with those in
-    TASK_ROWS, where there are such buffers.
+    """Mark a loop over the tiles of a task's `rows`: it may begin with the row in buffer FIRST_ROW and end with those
+    in TASK_ROWS, where there are such buffers.
 
     The rows before see no key of the block, those after repeat the last one.
     """

@@ -46,17 +46,6 @@ def test_the_largest_element_of_a_row_fits_its_digits(digits):
     assert (fixed <= limit).all() and (fixed >= limit * 0.999).all()
 
 
-def test_the_scale_of_probabilities_is_the_largest_power_of_two_that_fits():
-    x = MAGNITUDES.astype(np.float32)
-    x = np.concatenate([x, np.nextafter(x, np.float32(0))])
-    for digits in (2, 3):
-        up = _elementwise(lambda v, d=digits: si.scale_up(si.unsigned_field(_bits(v), d)), x).astype(np.float64)
-        down = _elementwise(lambda v, d=digits: si.scale_down(si.unsigned_field(_bits(v), d)), x).astype(np.float64)
-        np.testing.assert_array_equal(up * down, 1)
-        largest = np.rint(x * up)
-        assert (largest <= 256**digits - 1).all() and (largest >= 256**digits / 2 - (digits == 2)).all()
-
-
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])
 @pytest.mark.parametrize("x", [0.0, 1e-45, 1e-38, 2e-33])
 def test_scales_of_tiny_rows_are_finite(x, digits):
@@ -95,26 +84,14 @@ def test_unsigned_digits_reconstruct_the_number(digits):
     np.testing.assert_array_equal(value, fixed)
 
 
-def test_probabilities_of_the_largest_binade_are_exact():
-    p = np.random.default_rng(1).uniform(0.5, 0.999, (2, 64)).astype(np.float32)
-    p[1] *= np.float32(2**-60)
+@pytest.mark.parametrize("count", [2, 3])
+def test_digits_of_probabilities_are_the_nearest(count):
+    edges = [0.0, 1.0, 1e-45, 1e-20, 0.5, 1 - 2.0**-24, 2.0**-16, 1.5 * 2.0**-23, 2.5 * 2.0**-23, 0.5 * 2.0**-15]
+    p = np.concatenate([edges, np.random.default_rng(1).uniform(0, 1, 502)]).astype(np.float32).reshape(2, -1)
     a = te.placeholder(p.shape, name="a")
-    digits, down_at = si.probability_digits(a, 3)
-    down = te.compute((2,), down_at, name="down")
-    value = te.compute(
-        p.shape,
-        lambda m, t: si.join_digits([tirx.Cast("int32", digits[m, d, t]) for d in range(3)]) * down[m],
-        name="value",
-    )
-    np.testing.assert_array_equal(_run([a, value], [p, np.zeros(p.shape, np.float32)]), p)
-
-
-def test_probabilities_that_are_nan_count_as_zero():
-    p = np.array([[0.25, np.nan] * 32], np.float32)
-    a = te.placeholder(p.shape, name="a")
-    digits, _ = si.probability_digits(a, 3)
-    got = _run([a, digits], [p, np.zeros((1, 3, 64), np.uint8)])
-    assert (got[:, :, 1::2] == 0).all()
+    got = _run([a, si.probability_digits(a, count)], [p, np.zeros((2, count, p.shape[1]), np.uint8)]).astype(np.int64)
+    value = sum(got[:, d] * 256 ** (count - 1 - d) for d in range(count))
+    np.testing.assert_array_equal(value, np.rint(p.astype(np.float64) / si.probability_unit(count)))
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 4])

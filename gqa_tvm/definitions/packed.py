@@ -14,11 +14,11 @@ from tvm import te, tirx
 from .split_integer import (
     KEY_OFFSET,
     VALUE_FACTOR,
-    fixed_probabilities,
+    fixed_probability,
     join_digits,
     nibble,
+    probability_unit,
     signed_nibble,
-    unsigned_field,
 )
 from .split_prefill import byte_of
 
@@ -129,24 +129,24 @@ def value_codes(cache_rows, last_key, planes: int, scaled: bool = False):
 
 
 def probability_bytes(p, count: int):
-    """Digits of probabilities [M, T_block] >= 0, NaN as 0, and the function m -> their scale.
+    """Digits of probabilities [M, T_block] in [0, 1].
 
     Bytes [M, T_block / 16, 64] uint8 as they lie in integers of 16 keys, by fours: 16 L + 4 s + key is byte s (0 is the
     least significant) of key 4 L + key, so that the digits of four keys are words.
     """
-    fixed, down_at = fixed_probabilities(p, lambda bits: unsigned_field(bits, count))
     rows, keys = (int(n) for n in p.shape)
+    fixed = te.compute((rows, keys), lambda m, key: fixed_probability(p[m, key], count), name="p_fixed")
 
     def byte(m, t, x):
         return tirx.reinterpret("uint8", byte_of(fixed[m, t * DOT_LANES + x // 16 * 4 + x % 4], x // 4 % 4))
 
-    return te.compute((rows, keys // DOT_LANES, DOT_BYTES), byte, name="packed_p"), down_at
+    return te.compute((rows, keys // DOT_LANES, DOT_BYTES), byte, name="packed_p")
 
 
-def sv_gemm_packed(p_bytes, down_at, count: int, code_at, accumulator, row_beta):
-    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
+def sv_gemm_packed(p_bytes, count: int, code_at, accumulator, row_beta, weight):
+    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + weight[m] * sum_t p[m, t] * values[t, e, c].
 
-    p_bytes, down_at: `probability_bytes` of `count` digits; code_at: function of `value_codes`, scaled.
+    p_bytes: `probability_bytes` of `count` digits; code_at: function of `value_codes`, scaled.
     """
     rows, planes, columns = (int(n) for n in accumulator.shape)
     keys = int(p_bytes.shape[1]) * DOT_LANES
@@ -163,10 +163,10 @@ def sv_gemm_packed(p_bytes, down_at, count: int, code_at, accumulator, row_beta)
     )
 
     # Exact: powers of two.
-    unit = tirx.const(1.0 / VALUE_FACTOR[planes], "float32")
+    unit = tirx.const(probability_unit(count) / VALUE_FACTOR[planes], "float32")
 
     def added(m, e, c):
         sums = join_digits([product[m, d, e, c] for d in range(count)])
-        return accumulator[m, e, c] * row_beta[m] + sums * (down_at(m) * unit)
+        return accumulator[m, e, c] * row_beta[m] + sums * (weight[m] * unit)
 
     return te.compute(accumulator.shape, added, name="sv")

@@ -10,7 +10,7 @@ No int32 overflows: a head is summed in int32 before anything is rounded, at mos
 (of INT4 codes 16 times as many), and LARGEST_KEYS of as much for values; pairs of digits shift the first by 8 bits.
 
 The last of four digits of a query row stands for 2^-31 of its largest magnitude, the last of three of a block's
-probabilities for 2^-24 of the largest of them: errors are relative to that, not to each element.
+probabilities for 2^-23 of the largest of them, which is 1: errors are relative to that, not to each element.
 
 Rows of vectors (`RowVectors`, here of 64 bytes): 64 columns are 4 vectors j of 16 lanes of 4 bytes. Column
 16 L + 4 j + q of the 64 is lane group L of vector j: what two unpack instructions make of 4 rows. For keys a lane is
@@ -36,10 +36,7 @@ KEY_OFFSET = {"i8": 128, "i4": 8}
 _PREFILL_DIGITS = {"": (3, 3), "balanced": (3, 2), "fast": (2, 2), "approximate": (1, 3)}
 _DECODE_DIGITS = {"": (4, 3), "balanced": (3, 2), "fast": (2, 2), "approximate": (1, 3)}
 
-_EXPONENT_BIAS = 127
 _MANTISSA_BITS = 23
-# The largest 2^f whose inverse is a normal float32, as exponent field.
-_LARGEST_FIELD = 253
 # What fits the digits of a query row, less the rounding of the scale.
 _LARGEST_FIXED = {1: 127, 2: 32639, 3: 8355711 - 3, 4: 2139062143 - 511}
 # Smaller rows count as this large: the inverse of their scale stays a normal float32.
@@ -59,25 +56,9 @@ def _i32(value: int):
     return tirx.const(value, "int32")
 
 
-def _power_of_two(field):
-    """float32 of an exponent field in [1, 254]."""
-    return tirx.reinterpret("float32", field << _i32(_MANTISSA_BITS))
-
-
 def decode_digits(precision: str) -> tuple[int, int]:
     """Digits of a query row and of a probability in flash_decode."""
     return _DECODE_DIGITS[precision]
-
-
-def unsigned_field(largest_bits, digits: int):
-    """Exponent field f of the scale 2^(f - 127) of probabilities, from the bits of the largest one.
-
-    Three digits represent those in the binade of the largest one exactly.
-    """
-    # Rounds up what would round to 256^digits.
-    margin = 1 << (_MANTISSA_BITS - 8 * digits) if digits < 3 else 0
-    exponent = (largest_bits + _i32(margin)) >> _i32(_MANTISSA_BITS)
-    return tirx.min(_i32(2 * _EXPONENT_BIAS + 8 * digits - 1) - exponent, _i32(_LARGEST_FIELD))
 
 
 def is_finite(largest_bits):
@@ -108,14 +89,6 @@ def needs_last_digit(first_digits_squared, head_size: int):
     return tirx.all(first_digits_squared > _i32(0), few)
 
 
-def scale_up(field):
-    return _power_of_two(field)
-
-
-def scale_down(field):
-    return _power_of_two(_i32(2 * _EXPONENT_BIAS) - field)
-
-
 def fixed_point(x, up):
     """x * up rounded to an integer, halves to even; int32."""
     return tirx.Cast("int32", tirx_op.round(x * up))
@@ -130,7 +103,7 @@ def signed_digits(fixed, count: int):
 
 
 def unsigned_digit(fixed, d, digits: int):
-    """Digit d (0 is the most significant) of an int32 in [0, 256^digits) as uint8."""
+    """Digit d (0 is the most significant) of the low `digits` bytes of an int32 as uint8."""
     shift = _i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)
     return tirx.Cast("uint8", (fixed >> shift) & _i32(255))
 
@@ -256,37 +229,33 @@ def qk_gemm_digits(digits, starts, down, code_at, keys: int, vectors: RowVectors
     return te.compute((rows, keys), score, name="qk")
 
 
-def fixed_probabilities(p, field_of):
-    """Probabilities [M, T_block] >= 0 as int32, NaN as 0, and the function m -> scale_down of a row.
+def fixed_probability(p, digits: int):
+    """The bits of a probability in [0, 1] in fixed point, in the low bytes of an int32; halves are rounded to even.
 
-    field_of: function from the bits of a row's largest probability to the exponent field of its scale.
+    At 2^23 and above a float32 is an integer, whose low 23 bits it ends with; 1 ends with the bits of 2^23. Those of
+    NaN are anything: it is in the sum of its row, which makes that NaN.
     """
-    rows, keys = p.shape
-    t = te.reduce_axis((0, keys), name="t")
-    largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    field = te.compute((rows,), lambda m: field_of(tirx.reinterpret("int32", largest[m])), name="p_field")
-    zero = tirx.const(0.0, "float32")
-    fixed = te.compute(
-        (rows, keys),
-        lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), scale_up(field[m])),
-        name="p_fixed",
-    )
-    return fixed, lambda m: scale_down(field[m])
+    one = tirx.const(1 / probability_unit(digits), "float32")
+    return tirx.reinterpret("int32", p * one + tirx.const(2.0**_MANTISSA_BITS, "float32"))
+
+
+def probability_unit(digits: int) -> float:
+    """What the last digit of a probability stands for."""
+    return 2.0 ** (1 - 8 * digits)
 
 
 def probability_digits(p, count: int):
-    """Digits [M, count, T_block] uint8 of probabilities [M, T_block] >= 0, NaN as 0, and the rows' scale_down [M]."""
+    """Digits [M, count, T_block] uint8 of probabilities [M, T_block] in [0, 1]."""
     rows, keys = p.shape
-    fixed, down_at = fixed_probabilities(p, lambda bits: unsigned_field(bits, count))
-    digits = te.compute((rows, count, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d, count), name="p_digits")
-    return digits, down_at
+    fixed = te.compute((rows, keys), lambda m, key: fixed_probability(p[m, key], count), name="p_fixed")
+    return te.compute((rows, count, keys), lambda m, d, key: unsigned_digit(fixed[m, key], d, count), name="p_digits")
 
 
-def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: RowVectors):
-    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
+def sv_gemm_digits(digits, code_at, accumulator, row_beta, weight, vectors: RowVectors):
+    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + weight[m] * sum_t p[m, t] * values[t, e, c].
 
-    accumulator [M, E, V size]: columns in the order of `RowVectors.accumulator_position`; code_at: function of
-    `value_vectors`.
+    digits: of `probability_digits`; accumulator [M, E, V size]: columns in the order of
+    `RowVectors.accumulator_position`; code_at: function of `value_vectors`.
     """
     rows, planes, _ = (int(n) for n in accumulator.shape)
     count, keys = (int(n) for n in digits.shape[1:])
@@ -302,10 +271,10 @@ def sv_gemm_digits(digits, down_at, code_at, accumulator, row_beta, vectors: Row
     )
 
     # Exact: powers of two.
-    unit = tirx.const(1.0 / VALUE_FACTOR[planes], "float32")
+    unit = tirx.const(probability_unit(count) / VALUE_FACTOR[planes], "float32")
 
     def added(m, e, c):
         sums = [product[m, d, c // size, e, c // lanes % 4, c % lanes] for d in range(count)]
-        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (down_at(m) * unit)
+        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (weight[m] * unit)
 
     return te.compute(accumulator.shape, added, name="sv")

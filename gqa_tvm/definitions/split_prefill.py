@@ -19,16 +19,16 @@ from .softmax import shifted_exp
 from .split_integer import (
     KEY_OFFSET,
     fixed_point,
+    fixed_probability,
     is_finite,
     join_digits,
     nibble,
+    probability_unit,
     row_scales,
     signed_digits,
 )
 from .split_vectors import KEYS_PER_DOT, RowVectors
 
-# Float32 from here to twice as much are integers.
-_ROUNDING = 2.0**23
 # A lane's sum of one digit is at most 128 * 255 * columns, and the join shifts it by 8 bits.
 LARGEST_PREFILL_COLUMNS = 256
 
@@ -158,14 +158,6 @@ def block_denominator(l_old, alpha, block_sum, weight):
     return te.compute(l_old.shape, lambda m: l_old[m] * alpha[m] + block_sum[m] * weight[m], name="l_new")
 
 
-def fixed_probability(p, digits: int):
-    """The bits of a probability's fixed point in the low bytes of an int32, halves rounded to even.
-
-    At 2^23 and above a float32 is an integer, whose low 23 bits it ends with; 1 ends with the bits of 2^23.
-    """
-    return tirx.reinterpret("int32", p * _f32(2.0 ** (8 * digits - 1)) + _f32(_ROUNDING))
-
-
 def probability_shape(keys: int, rows: int, lanes: int) -> tuple[int, int, int, int]:
     """Of what `probability_words` returns."""
     return keys // KEYS_PER_DOT, rows // lanes, 4, 4 * lanes
@@ -174,7 +166,7 @@ def probability_shape(keys: int, rows: int, lanes: int) -> tuple[int, int, int, 
 def probability_words(p, digits: int, lanes: int):
     """Probabilities [T_block, M] in [0, 1] as bytes [T_block / 4, M / lanes, 4, 4 lanes] uint8.
 
-    The fourth byte of each is no digit. Those of NaN are anything: it is in the sum of its row, which makes that NaN.
+    The fourth byte of each is no digit.
     """
     keys, rows = (int(n) for n in p.shape)
     fixed = te.compute((keys, rows), lambda t, m: fixed_probability(p[t, m], digits), name="p_fixed")
@@ -235,7 +227,7 @@ def sv_gemm_words(p_words, code_at, digits: int, accumulator, row_beta, weight):
         lambda m, d, e, c: te.sum(as_i32(probability(m, d, b)) * as_i32(code_at(t, e, c, b)), axis=[t, b]),
         name="sv_product",
     )
-    unit = _f32(2.0 ** (1 - 8 * digits))
+    unit = _f32(probability_unit(digits))
 
     def added(m, e, c):
         sums = join_digits([product[m, d, e, c] for d in range(digits)])

@@ -1,7 +1,7 @@
 """Products by integer dot products of signed bytes, with 16-byte vectors: `split_integer` for CPUs that have those.
 
-Digits of a query row are those of `split_integer`. Probabilities are signed digits too, three of 23 bits or two of 15,
-scaled to fill them. Codes are taken as they are, INT4 codes 16 times as large (a nibble's place in its byte), which the
+Digits of a query row are those of `split_integer`. Probabilities are signed digits too, three of 23 bits or two of 15.
+ Codes are taken as they are, INT4 codes 16 times as large (a nibble's place in its byte), which the
 scales of the sums take back: with signed operands nothing has to be subtracted. Columns keep their order.
 
 No int32 overflows: a lane sums all columns of a key, at most LARGEST_ELEMENTS products of 128 x 128, or LARGEST_KEYS
@@ -12,18 +12,28 @@ from __future__ import annotations
 
 from tvm import te, tirx
 
-from .split_integer import fixed_point, join_digits, load_rows, signed_nibble
+from .split_integer import join_digits, load_rows, signed_nibble
 
 DOT_BYTES = 16
 # What so many digits of a probability hold, less the rounding of the scale.
 LARGEST_FIXED = {2: 32639, 3: 8355711 - 3}
-# Smaller probabilities count as this large: the inverse of their scale stays a normal float32.
-_SMALLEST_PROBABILITY = 2.0**-96
+# Added to an integer, and taken off each byte of the sum but the upper one, it leaves the integer's signed digits.
+_DIGIT_BIAS = {1: 0, 2: 0x80, 3: 0x8080}
+# A float32 of this magnitude has an integer in its lower bits.
+_ONE_IS_LAST_BIT = 2.0**23
 LARGEST_ELEMENTS = 496
 # Rows of values that are arranged together: as many as a vector holds digits for.
 VALUE_ROWS = 16
 # What a code is multiplied by in the sums.
 CODE_FACTOR = {"i8": 1, "i4": 16}
+
+
+def _i32(value: int):
+    return tirx.const(value, "int32")
+
+
+def _f32(value: float):
+    return tirx.const(value, "float32")
 
 
 def codes_of_planes(arranged, planes: int, name: str):
@@ -91,50 +101,43 @@ def qk_gemm_digits(digits, down, code_at, shape):
     return te.compute((rows, keys), lambda m, t: joined(m, t) * down[m], name="qk")
 
 
-def signed_digit(fixed, d, digits: int):
-    """Digit d (0 is the most significant) of an int32 >= 0 as int8: the lower ones round up or down."""
-    i32 = lambda value: tirx.const(value, "int32")  # noqa: E731 - a typed literal
-    below = i32(0)
-    for upper in range(digits - 1):
-        below = tirx.Select(d == upper, i32(0x808080 >> (8 * (4 - digits + upper))), below)
-    shift = i32(8 * (digits - 1)) - tirx.Cast("int32", d) * i32(8)
-    return tirx.Cast("int8", (fixed + below) >> shift)
+def word_digit(word, d, digits: int):
+    """Digit d (0 is the most significant) of a `digit_word` as int8."""
+    if digits == 1:
+        return tirx.Cast("int8", word)
+    return tirx.Cast("int8", word >> (_i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)))
 
 
-def probability_scales(largest, digits: int):
-    """(up, down): what makes the largest probability of a row fill its digits, and its inverse; NaN counts as tiny."""
-    f32 = lambda value: tirx.const(value, "float32")  # noqa: E731 - a typed literal
-    limit, smallest = LARGEST_FIXED[digits], f32(_SMALLEST_PROBABILITY)
-    magnitude = tirx.Select(largest > smallest, largest, smallest)
-    return f32(limit) / magnitude, magnitude * f32(1.0 / limit)
+def digit_word(fixed, digits: int):
+    """The signed digits of an int32 as bytes of a word, the least significant one first."""
+    bias = _i32(_DIGIT_BIAS[digits])
+    return (fixed + bias) ^ bias
+
+
+def probability_word(p, digits: int):
+    """As `digit_word` for p * LARGEST_FIXED[digits], p in [0, 1]; some digits for NaN, whose row's sum is NaN."""
+    bias = _DIGIT_BIAS[digits]
+    shifted = p * _f32(LARGEST_FIXED[digits]) + _f32(_ONE_IS_LAST_BIT + bias)
+    return tirx.reinterpret("int32", shifted) ^ _i32(bias)
 
 
 def probability_digits(p, digits: int):
-    """Digits [M, digits, T_block] int8 of probabilities [M, T_block] >= 0 and the rows' scale [M]; NaN counts as 0."""
+    """Digits [M, digits, T_block] int8 of probabilities [M, T_block] in [0, 1]."""
     rows, keys = p.shape
-    t = te.reduce_axis((0, keys), name="t")
-    largest = te.compute((rows,), lambda m: te.max(p[m, t], axis=t), name="p_max")
-    up = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[0], name="p_up")
-    down = te.compute((rows,), lambda m: probability_scales(largest[m], digits)[1], name="p_down")
-    zero = tirx.const(0.0, "float32")
-    fixed = te.compute(
-        (rows, keys),
-        lambda m, key: fixed_point(tirx.Select(p[m, key] > zero, p[m, key], zero), up[m]),
-        name="p_fixed",
-    )
+    words = te.compute((rows, keys), lambda m, key: probability_word(p[m, key], digits), name="p_fixed")
     shape = (rows, digits, keys)
-    return te.compute(shape, lambda m, d, key: signed_digit(fixed[m, key], d, digits), name="p_digits"), down
+    return te.compute(shape, lambda m, d, key: word_digit(words[m, key], d, digits), name="p_digits")
 
 
-def sv_gemm_digits(digits, down, code_at, accumulator, row_beta, fmt: str):
-    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + the sum of probabilities times values.
+def sv_gemm_digits(digits, code_at, accumulator, row_beta, weight, fmt: str):
+    """out[m, e, c] = row_beta[m] * accumulator[m, e, c] + weight[m] * sum_t p[m, t] * values[t, e, c].
 
-    digits [M, D, T_block] int8 and down [M] of `probability_digits`; code_at: function of `value_codes`; accumulator
-    [M, E, C] float32.
+    digits [M, D, T_block] int8 of `probability_digits`; code_at: function of `value_codes`; accumulator [M, E, C]
+    float32.
     """
     rows, planes, columns = (int(n) for n in accumulator.shape)
     count, keys = (int(n) for n in digits.shape[1:])
-    factor = tirx.const(1.0 / CODE_FACTOR[fmt], "float32")
+    unit = tirx.const(1.0 / (LARGEST_FIXED[count] * CODE_FACTOR[fmt]), "float32")
     t = te.reduce_axis((0, keys // VALUE_ROWS), name="t")
     j, b = te.reduce_axis((0, VALUE_ROWS // 4), name="j"), te.reduce_axis((0, 4), name="b")
     as_i32 = lambda byte: tirx.Cast("int32", byte)  # noqa: E731
@@ -149,6 +152,6 @@ def sv_gemm_digits(digits, down, code_at, accumulator, row_beta, fmt: str):
 
     def added(m, e, c):
         sums = [product[m, d, c // DOT_BYTES, e, c // 4 % (DOT_BYTES // 4), c % 4] for d in range(count)]
-        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (down[m] * factor)
+        return accumulator[m, e, c] * row_beta[m] + join_digits(sums) * (weight[m] * unit)
 
     return te.compute(accumulator.shape, added, name="sv")

@@ -14,18 +14,20 @@ from tvm import te, tirx
 
 from .half import magnitude_bits
 from .split_integer import fixed_point, is_finite, join_digits, load_rows, row_scales
-from .split_signed import CODE_FACTOR, DOT_BYTES, LARGEST_FIXED, VALUE_ROWS, code_function, codes_of_planes
+from .split_signed import (
+    CODE_FACTOR,
+    DOT_BYTES,
+    LARGEST_FIXED,
+    VALUE_ROWS,
+    code_function,
+    codes_of_planes,
+    digit_word,
+    probability_word,
+    word_digit,
+)
 
 # Keys of a tile of scores, rows of a vector.
 TILE_KEYS, ROWS = 8, 4
-# Added to an integer, and taken off each byte of the sum but the upper one, it leaves the integer's signed digits.
-_DIGIT_BIAS = {1: 0, 2: 0x80, 3: 0x8080}
-# A float32 of this magnitude has an integer in its lower bits.
-_ONE_IS_LAST_BIT = 2.0**23
-
-
-def _i32(value: int):
-    return tirx.const(value, "int32")
 
 
 def _f32(value: float):
@@ -34,26 +36,6 @@ def _f32(value: float):
 
 def _as_i32(byte):
     return tirx.Cast("int32", byte)
-
-
-def word_digit(word, d, digits: int):
-    """Digit d (0 is the most significant) of a `digit_word` as int8."""
-    if digits == 1:
-        return tirx.Cast("int8", word)
-    return tirx.Cast("int8", word >> (_i32(8 * (digits - 1)) - tirx.Cast("int32", d) * _i32(8)))
-
-
-def digit_word(fixed, digits: int):
-    """The signed digits of an int32 as bytes of a word, the least significant one first."""
-    bias = _i32(_DIGIT_BIAS[digits])
-    return (fixed + bias) ^ bias
-
-
-def probability_word(p, digits: int):
-    """As `digit_word` for p * LARGEST_FIXED[digits], p in [0, 1]; some digits for NaN, whose row's sum is NaN."""
-    bias = _DIGIT_BIAS[digits]
-    shifted = p * _f32(LARGEST_FIXED[digits]) + _f32(_ONE_IS_LAST_BIT + bias)
-    return tirx.reinterpret("int32", shifted) ^ _i32(bias)
 
 
 def query_digits(query_t, digits: int):

@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from ..definitions import split_signed
 from ..definitions.merge import weight
 from ..definitions.qk_gemm import qk_gemm_rows_first
-from ..definitions.softmax import online_softmax
+from ..definitions.softmax import block_softmax, online_softmax
 from ..definitions.split_vectors import RowVectors
 from ..definitions.sv_gemm import sv_gemm
 from ..kernel_arguments import ENTRY_TOTAL
@@ -70,9 +70,12 @@ def qk_rows_first_step(spec: KernelSpec, shape: DecodeShape):
     return make_step([cache_rows, last_row, query, scores])
 
 
-def softmax_rows_first_step(shape: DecodeShape):
+def softmax_rows_first_step(shape: DecodeShape, by_block: bool):
+    """by_block: with probabilities relative to the block's own maximum, and their weight, which digits want."""
     scores = te.placeholder((shape.row_tile, shape.kv_block), name="scores")
     m_old, l_old = (te.placeholder((shape.row_tile,), name=name) for name in ("m_old", "l_old"))
+    if by_block:
+        return make_step([scores, m_old, l_old, *block_softmax(scores, m_old, l_old)])
     outputs = online_softmax(lambda m, t: scores[m, t], scores.shape, shape.kv_block, m_old, l_old, rows_last=False)
     return make_step([scores, m_old, l_old, *outputs])
 
@@ -124,25 +127,26 @@ def _emit_split_qk(spec, shape: DecodeShape, steps, split, keys: CacheBlock, ope
             emit(steps.all_digits, operands.of_step(short=False))
 
 
-def _emit_softmax(shape, step, scores, m, l, alpha, tile):
+def _emit_softmax(shape, step, scores, m, l, factors, tile):
+    """factors: alpha of the tile's rows, and the weight of their probabilities where the step has one."""
     with T.sblock("softmax_step"):
         T.reads(whole(scores), whole(m), whole(l))
-        T.writes(whole(scores), whole(m), whole(l), whole(alpha))
+        T.writes(*(whole(buffer) for buffer in (scores, m, l, *factors)))
         R = shape.row_tile
         ins = [scores, _tile(m, tile, R), _tile(l, tile, R)]
-        splice(step, [*ins, alpha, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
+        splice(step, [*ins, *factors, alias(scores), _tile(l, tile, R), _tile(m, tile, R)])
 
 
-def _emit_sv(spec, shape, steps: SvSteps, block: CacheBlock, largest, rows, p, acc, alpha, tile):
-    R = shape.row_tile
+def _emit_sv(spec, shape, steps: SvSteps, block: CacheBlock, largest, rows, p, acc, factors, tile):
+    R, alpha = shape.row_tile, factors[0]
 
     def emit(step) -> None:
         region = cache_region(spec, block)
         with T.sblock("sv_step"):
-            T.reads(region, whole(p), whole(acc), whole(alpha))
+            T.reads(region, whole(p), whole(acc), *(whole(factor) for factor in factors))
             T.writes(whole(acc))
             cache_rows = match_cache(spec, region, block.cache.dtype, block.kv_block)
-            splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), alpha, _tile(acc, tile, R)])
+            splice(step, [cache_rows, block.last, p, _tile(acc, tile, R), *factors, _tile(acc, tile, R)])
 
     def blocked() -> None:
         if steps.all_rows is None:
@@ -260,7 +264,7 @@ def flash_decode(spec: KernelSpec, sizes):
     columns, query_position, position = _layout(spec, sizes, split)
     shape = DecodeShape(spec.row_tile, tiles, sizes.decode_kv_block, spec.cache_planes, columns, sizes.lanes)
     rows_per_task, R, BC = shape.rows, shape.row_tile, shape.kv_block
-    softmax = softmax_rows_first_step(shape)
+    softmax = softmax_rows_first_step(shape, by_block=bool(split))
     qk = split.qk_split_steps(spec, R, BC) if split else qk_rows_first_step(spec, shape)
     sv = SvSteps(*split.sv_split_steps(spec, R, BC)) if split else SvSteps(sv_rows_first_step(spec, shape))
 
@@ -324,7 +328,7 @@ def flash_decode(spec: KernelSpec, sizes):
                 m = T.sblock_alloc_buffer((rows_per_task,))
                 l = T.sblock_alloc_buffer((rows_per_task,))
                 scores = T.sblock_alloc_buffer((R, BC))
-                alpha = T.sblock_alloc_buffer((R,))
+                factors = T.meta_var([T.sblock_alloc_buffer((R,)) for _ in range(2 if split else 1)])
                 largest = T.meta_var(allocate_value_check(spec))
                 block_keys = T.sblock_alloc_buffer((1,), "int32")
                 first_row: T.let = vg * rows_per_task
@@ -353,8 +357,8 @@ def flash_decode(spec: KernelSpec, sizes):
                         tile_row: T.let = tile * R
                         _emit_qk(spec, shape, qk, split, keys, operands, tile, scores, block_keys[0])
                         process_scores(spec, scores, x, scalars, rows, tile_row, vb, begin, False)
-                        _emit_softmax(shape, softmax, scores, m, l, alpha, tile)
-                        _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, alpha, tile)
+                        _emit_softmax(shape, softmax, scores, m, l, factors, tile)
+                        _emit_sv(spec, shape, sv, values, largest, rows, scores, acc, factors, tile)
                 if chunks == T.int64(1):
                     write_output(spec, x, scalars, rows, vb, vn, valid, m, l, acc, position)
                 else:

@@ -107,17 +107,16 @@ def _qk_step(spec: KernelSpec, row_tile: int, kv_block: int, dropped: int = 0):
 
 
 def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
-    """acc = alpha acc + p values; arguments: cache rows, last key, p, old acc, alpha, acc."""
+    """acc = alpha acc + weight p values; arguments: cache rows, last key, p, old acc, alpha, weight, acc."""
     cache_rows, last_key = packed_values(spec, kv_block)
     planes = spec.cache_planes
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
-    beta = te.placeholder((row_tile,), name="row_beta")
+    beta, weight = (te.placeholder((row_tile,), name=name) for name in ("row_beta", "row_weight"))
     _, count = si.decode_digits(spec.precision)
-    p_bytes, down_at = packed.probability_bytes(p, count)
     code_at = packed.value_codes(cache_rows, last_key, planes, scaled=True)
-    result = packed.sv_gemm_packed(p_bytes, down_at, count, code_at, accumulator, beta)
-    return (make_step([cache_rows, last_key, p, accumulator, beta, result]),)
+    result = packed.sv_gemm_packed(packed.probability_bytes(p, count), count, code_at, accumulator, beta, weight)
+    return (make_step([cache_rows, last_key, p, accumulator, beta, weight, result]),)
 
 
 def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores, seen) -> None:

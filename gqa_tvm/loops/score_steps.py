@@ -43,7 +43,9 @@ def _bias_at(spec: KernelSpec, buffers: AttentionBuffers, scalars: AttentionScal
     return bias
 
 
-def _add_bias(spec: KernelSpec, block_scores, buffers, scalars, rows: RowBlock, first_row, b, key_begin, rows_last, suffix):
+def _add_bias(
+    spec: KernelSpec, block_scores, buffers, scalars, rows: RowBlock, first_row, b, key_begin, rows_last, suffix
+):
     """The bias of the block's keys; one block of statements for whole blocks, one for the last keys."""
     keys, count = block_scores.shape if rows_last else reversed(block_scores.shape)
     # Bias columns are positions in the sequence, whatever row of the cache holds the key.

@@ -20,7 +20,6 @@ from .score_steps import process_scores
 from .splice import alias, make_step, splice, whole
 from .split_rows import stored_rows
 
-
 # Keys that probabilities and values are taken by.
 KEY_TILE = KEYS_PER_DOT
 # Vectors of rows of a tile, by digits of a query row: one register tile of sums. Its scores stay in the first-level

@@ -114,15 +114,15 @@ class SplitRowsForm:
         return make_step([cache_rows, last_row, digits, starts, down, scores], SHORT if dropped else "")
 
     def sv_split_steps(self, spec: KernelSpec, row_tile: int, kv_block: int):
-        """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc."""
+        """acc = alpha acc + weight p values; arguments: cache rows, last row, p, old acc, alpha, weight, acc."""
         cache_rows, last_row = stored_rows(spec, kv_block)
         p = te.placeholder((row_tile, kv_block), name="p")
         accumulator = te.placeholder((row_tile, spec.cache_planes, self.columns), name="acc_old")
-        beta = te.placeholder((row_tile,), name="row_beta")
-        digits, down_at = si.probability_digits(p, si.decode_digits(spec.precision)[1])
+        beta, weight = (te.placeholder((row_tile,), name=name) for name in ("row_beta", "row_weight"))
+        digits = si.probability_digits(p, si.decode_digits(spec.precision)[1])
         code_at = si.value_vectors(cache_rows, last_row, spec.cache_planes, self.values)
-        result = si.sv_gemm_digits(digits, down_at, code_at, accumulator, beta, self.values)
-        return (make_step([cache_rows, last_row, p, accumulator, beta, result]),)
+        result = si.sv_gemm_digits(digits, code_at, accumulator, beta, weight, self.values)
+        return (make_step([cache_rows, last_row, p, accumulator, beta, weight, result]),)
 
     def emit_qk_split(self, spec: KernelSpec, shape, step, keys: CacheBlock, operands, tile_of, scores, seen) -> None:
         """scores [R, kv_block] of the first `seen` keys by steps of `qk_keys`; tile_of: view of an operand's tile."""

@@ -81,7 +81,7 @@ def qk_split_steps(spec: KernelSpec, row_tile: int, kv_block: int) -> QkSteps:
 
 
 def sv_split_steps(spec: KernelSpec, row_tile: int, kv_block: int):
-    """acc = alpha acc + p values; arguments: cache rows, last row, p, old acc, alpha, acc.
+    """acc = alpha acc + weight p values; arguments: cache rows, last row, p, old acc, alpha, weight, acc.
 
     Also for a block of which all rows exist: there half of the instructions would be about which row to load.
     """
@@ -93,11 +93,11 @@ def _sv_step(spec: KernelSpec, row_tile: int, kv_block: int, suffix: str = ""):
     planes = spec.cache_planes
     p = te.placeholder((row_tile, kv_block), name="p")
     accumulator = te.placeholder((row_tile, planes, spec.cache_columns), name="acc_old")
-    beta = te.placeholder((row_tile,), name="row_beta")
-    digits, down = signed.probability_digits(p, si.decode_digits(spec.precision)[1])
+    beta, weight = (te.placeholder((row_tile,), name=name) for name in ("row_beta", "row_weight"))
+    digits = signed.probability_digits(p, si.decode_digits(spec.precision)[1])
     code_at = signed.value_codes(cache_rows, tirx.const(kv_block - 1, "int32") if suffix else last_row, planes)
-    result = signed.sv_gemm_digits(digits, down, code_at, accumulator, beta, spec.cache)
-    return make_step([cache_rows, last_row, p, accumulator, beta, result], suffix)
+    result = signed.sv_gemm_digits(digits, code_at, accumulator, beta, weight, spec.cache)
+    return make_step([cache_rows, last_row, p, accumulator, beta, weight, result], suffix)
 
 
 def emit_qk_split(spec: KernelSpec, shape, step, keys: CacheBlock, operands: SignedRows, tile_of, scores, seen) -> None:

@@ -10,7 +10,7 @@ from ..schedules.block_sizes import BlockSizes
 # By operation; records hold all of them, so that they mean the same beside other defaults.
 TUNED_FIELDS = {
     "flash_prefill": (
-        *("q_block", "kv_block", "split_prefill", "split_kv_block"),
+        *("q_block", "kv_block", "split_prefill", "split_q_block", "split_kv_block"),
         *("qk_key_tile", "qk_row_vectors", "sv_row_tile", "sv_column_vectors"),
         *("elementwise_vectors", "reduction_vectors"),
     ),
