@@ -12,10 +12,14 @@ from contenders import Contender
 from workloads import Workload
 
 
+def let_openmp_sleep() -> None:
+    """Threads of OpenMP spin on after a call, unless they are told before its library is loaded."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 def import_torch(threads: int) -> Any:
     """The module, which computes on so many threads from now on. They sleep between calls."""
-    # OpenMP's threads spin on after a call, unless they are told before they start.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    let_openmp_sleep()
     import torch
 
     torch.set_num_threads(threads)
