@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 from calls import Call, float_call
 from contenders import Contender
+from peer_ggml import ggml_contenders
 from peer_openvino import openvino_contenders
 from peer_torch import torch_contenders
 from peer_vllm import vllm_contenders
@@ -16,8 +17,9 @@ PEERS: dict[str, Callable[[Workload, list[Call], int], list[Contender]]] = {
     "torch": torch_contenders,
     "openvino": openvino_contenders,
     "vllm": vllm_contenders,
+    "ggml": ggml_contenders,
 }
-PACKAGES = {"torch": ("torch",), "openvino": ("openvino",), "vllm": ("torch", "vllm")}
+PACKAGES = {"torch": ("torch",), "openvino": ("openvino",), "vllm": ("torch", "vllm"), "ggml": ("llama_cpp",)}
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:

