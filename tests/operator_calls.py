@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import ml_dtypes
@@ -33,8 +34,16 @@ FLOATS: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtype
 TOLERANCES = {"f32": 1e-5, "f16": 1e-3, "bf16": 8e-3}
 STRATEGIES = ("naive", "flash", "flash_decoding")
 RUNNABLE_TARGETS = tuple(target for target in FALLBACKS.get(architecture(), ()) if not missing_features(target))
-# As parameters of tests: kernels of all but the best target are compiled for these tests alone.
-EVERY_TARGET = (*RUNNABLE_TARGETS[:1], *(pytest.param(name, marks=pytest.mark.slow) for name in RUNNABLE_TARGETS[1:]))
+
+
+def first_of(values: Iterable[Any], quick: int = 1) -> list[Any]:
+    """Parameters of a test of which the quick subset runs the first ones."""
+    values = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*value, marks=[pytest.mark.slow] if i >= quick else []) for i, value in enumerate(values)]
+
+
+# Kernels of all but the best target are compiled for these tests alone.
+EVERY_TARGET = tuple(first_of(RUNNABLE_TARGETS))
 
 
 def make_call(

@@ -183,6 +183,7 @@ def test_generate_command_answers(
     assert f"{cache} cache" in captured.err and "tokens/s" in captured.err
 
 
+@pytest.mark.slow
 def test_demo_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(corpus, "calibration_text", lambda: "A short text.")
     monkeypatch.setattr(corpus, "evaluation_text", lambda: "Another short text.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from operator_calls import assert_close, expected, make_call
+from operator_calls import assert_close, expected, first_of, make_call
 
 from gqa_tvm import GroupQueryAttention, InvalidArgument
 from gqa_tvm.targets import best_target, missing_features
@@ -35,7 +35,7 @@ def error(attributes, inputs, **options):
 
 @needs_vnni
 @pytest.mark.parametrize(("tokens", "total"), SHAPES)
-@pytest.mark.parametrize("cache", ["i8", "i8-channel"])
+@pytest.mark.parametrize("cache", first_of(["i8", "i8-channel"]))
 @pytest.mark.parametrize("precision", BOUNDS)
 def test_errors_stay_within_the_bound(precision, cache, tokens, total):
     for seed in range(3):
@@ -57,6 +57,7 @@ def test_sharp_attention(tokens, total, precision, bound):
     assert error(attributes, inputs, target=SPLIT, precision=precision)[0] <= bound
 
 
+@pytest.mark.slow
 @needs_vnni
 @pytest.mark.parametrize(("tokens", "total"), SHAPES)
 def test_int4_has_a_fast_form_only(tokens, total):
@@ -102,6 +103,7 @@ def test_what_has_no_such_kernel_is_exact(cache, head_size, extra, options):
     assert op.last_plan.precision == "exact"
 
 
+@pytest.mark.slow
 @needs_vnni
 @pytest.mark.parametrize(
     ("head_size", "ran"), [(256, "approximate"), (100, "approximate"), (288, "exact"), (24, "exact")]

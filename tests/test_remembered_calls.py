@@ -10,6 +10,7 @@ from call_ways import PRESENTS, Counted, Inputs, assert_same, forgetful, other_p
 from configuration import Configuration
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operator_calls import first_of
 from random_configurations import random_configuration
 
 from gqa_tvm.sliding_window import retained_length
@@ -22,7 +23,7 @@ CONFIGURATIONS = [
 LENGTHS = ("seqlens_k", "total_sequence_length", "position_ids", "query_seqlens")
 
 
-@pytest.mark.parametrize("first", range(0, 200, 20))
+@pytest.mark.parametrize("first", first_of(range(0, 200, 20)))
 def test_random_calls_run_the_short_way_the_second_time(first: int) -> None:
     for configuration in CONFIGURATIONS[first : first + 20]:
         call = configuration.draw()

@@ -328,6 +328,7 @@ assert op.short == 1 and not os.listdir(sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_a_library_brings_the_short_way(small_library: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIBRARY_ALONE, str(small_library), str(tmp_path)]
     subprocess.run(command, check=True, cwd=Path(__file__).parent)
