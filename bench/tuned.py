@@ -20,7 +20,7 @@ import numpy as np
 from calls import Call, make_call
 from contenders import Contender
 from disturbance import CALM, wait_until_calm, watched
-from gate import TOLERANCES
+from gate import exact_tolerance
 from report import machine_lines, machine_record, significant
 from timing import Spread, clock_for, sample
 from workloads import SELECTIONS, Workload
@@ -54,7 +54,7 @@ def contenders(workload: Workload, threads: int) -> list[Contender] | None:
     if plan is None or plan.block_sizes == both[DEFAULT].last_plan.block_sizes:  # type: ignore[union-attr]
         return None
     error = np.abs(results[TUNED] - results[DEFAULT]) / np.maximum(1.0, np.abs(results[DEFAULT]))
-    if not (error <= 2 * TOLERANCES[workload.query]).all():
+    if not (error <= 2 * exact_tolerance(workload.query, results[DEFAULT])).all():
         raise DifferentResult(f"{workload.name}: tuned and default differ by {np.nanmax(error):.3g}")
     return [
         Contender(name, [_run(operator, call) for call in calls], lambda: results[TUNED])
