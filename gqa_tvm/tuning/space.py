@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..kernels import KernelSpec
+from ..loops.split_prefill import tile_rows
 from ..lowering import fitted_sizes
 from ..schedules.block_sizes import BlockSizes, multiplies_digits
 from ..targets import TargetFacts
@@ -108,14 +109,16 @@ def _valid(sizes: Iterator[BlockSizes]) -> Iterator[BlockSizes]:
 def inner_candidates(spec: KernelSpec, sizes: BlockSizes) -> dict[str, tuple[int, ...]]:
     """Values of each sampled field, all of which divide what they split; the kernel's own value is among them."""
     if spec.operation == "flash_prefill":
-        rows, vectors = sizes.q_block, sizes.q_block // sizes.lanes
+        splits = multiplies_digits(spec, sizes)
+        rows = tile_rows(spec, sizes.split_q_block, sizes.lanes) if splits else sizes.q_block
+        vectors = rows // sizes.lanes
         columns = sizes.padded_columns(spec.cache_columns) // sizes.lanes
         keys = _divisors(sizes.kv_block, 16)
         candidates = {
             "elementwise_vectors": _divisors(vectors, 4),
             "reduction_vectors": _divisors(vectors, 6),
         }
-        if not multiplies_digits(spec, sizes):
+        if not splits:
             candidates |= {
                 "qk_key_tile": keys,
                 "qk_row_vectors": _divisors(vectors, 6),
