@@ -80,19 +80,13 @@ class SizesTable:
 
     def sizes(self, spec: KernelSpec) -> BlockSizes:
         """The sizes that a kernel is compiled with. KeyError for tuned sizes that the table does not have."""
-        return self._by_digest[spec.tuned] if spec.tuned else self._default_of(spec)
-
-    def _default_of(self, spec: KernelSpec) -> BlockSizes:
-        """Packed caches have no records."""
-        if spec.layout and spec.operation == "flash_decode":
-            return replace(self.default, decode_kv_block=self.default.packed_kv_block)
-        return self.default
+        return self._by_digest[spec.tuned]
 
     def choose(self, spec: KernelSpec, group_size: int, total: int, threads: int) -> TunedKernel:
         """The kernel for T = `total` keys: of the exact record, of the nearest one, or with default sizes."""
         found = self._by_shape.get((spec.name, group_size)) or self._of_any_group(spec)
         if not found:
-            return TunedKernel(spec, self._default_of(spec), "default")
+            return TunedKernel(spec, self.default, "default")
         bucket = total_bucket(total)
         distance = lambda r: (abs(r.total.bit_length() - bucket.bit_length()), abs(r.threads - threads), r.total)  # noqa: E731
         record = min(found, key=distance)

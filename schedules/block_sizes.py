@@ -52,8 +52,6 @@ class BlockSizes:
     few_rows: int
     decode_accumulators: int
     decode_sv_unroll: int
-    # of the keys of packed caches
-    packed_kv_block: int
     kv_chunk: int
     # vectors in flight in elementwise loops over rows, in those over keys, and in reductions over the keys
     elementwise_vectors: int = 2
@@ -92,7 +90,6 @@ class BlockSizes:
                 "decode_kv_block by decode_accumulators",
             ),
             (self.kv_chunk, self.decode_kv_block, "kv_chunk by decode_kv_block"),
-            (self.kv_chunk, self.packed_kv_block, "kv_chunk by packed_kv_block"),
         ):
             if value <= 0 or value % divisor:
                 raise ValueError(f"block sizes: {what}: {value} is no multiple of {divisor}")
@@ -225,7 +222,6 @@ def default_block_sizes(facts: TargetFacts) -> BlockSizes:
         few_rows=16,
         decode_accumulators=16 if facts.vector_registers >= 32 else 8,
         decode_sv_unroll=4,
-        packed_kv_block=256,
         kv_chunk=1024,
         split_integers=_SPLIT_INTEGERS if facts.dot_bytes else (),
         split_padded=_SPLIT_PADDED.get(facts.dot_bytes, ()),
