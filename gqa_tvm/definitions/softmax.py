@@ -55,18 +55,28 @@ def online_softmax(scores_at, shape, extent: int, m_old, l_old, rows_last: bool,
     return alpha, p, l_new, m_out
 
 
-def block_softmax(scores, m_old, l_old):
-    """As `online_softmax` of scores in bits [M, T_block], with probabilities relative to the block's own maximum b.
+def block_maximum(scores_at, extent: int, m_old):
+    """b = max_t s, m = max(m_old, b), alpha = exp(m_old - m), w = exp(b - m) of a block's scores in bits, all [M].
 
-    Computation: m = max(m_old, b), alpha = exp(m_old - m), w = exp(b - m), p = exp(s - b), l = alpha l_old + w sum_t p.
-    Returns alpha, w, p, l, m; p, l, m may overwrite scores, l_old, m_old in this order.
+    scores_at: function (m, t) -> score of `extent` keys.
     """
-    rows, keys = scores.shape
-    t = te.reduce_axis((0, keys), name="t")
-    block_max = te.compute((rows,), lambda m: te.max(scores[m, t], axis=t), name="block_max")
+    rows = m_old.shape[0]
+    t = te.reduce_axis((0, extent), name="t")
+    block_max = te.compute((rows,), lambda m: te.max(scores_at(m, t), axis=t), name="block_max")
     m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
     alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
     weight = te.compute((rows,), lambda m: shifted_exp(block_max[m], m_new[m]), name="weight")
+    return block_max, m_new, alpha, weight
+
+
+def block_softmax(scores, m_old, l_old):
+    """As `online_softmax` of scores in bits [M, T_block], with probabilities relative to the block's own maximum b.
+
+    m, alpha, w: of `block_maximum`; p = exp(s - b), l = alpha l_old + w sum_t p. Returns alpha, w, p, l, m; p, l, m may
+    overwrite scores, l_old, m_old in this order.
+    """
+    rows, keys = scores.shape
+    block_max, m_new, alpha, weight = block_maximum(lambda m, t: scores[m, t], keys, m_old)
     p = te.compute((rows, keys), lambda m, key: shifted_exp(scores[m, key], block_max[m]), name="p")
     t2 = te.reduce_axis((0, keys), name="t")
     block_sum = te.compute((rows,), lambda m: te.sum(p[m, t2], axis=t2), name="block_sum")

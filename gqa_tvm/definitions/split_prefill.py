@@ -15,7 +15,7 @@ from __future__ import annotations
 from tvm import te, tirx
 
 from .half import magnitude_bits
-from .softmax import shifted_exp
+from .softmax import block_maximum, shifted_exp
 from .split_integer import (
     KEY_OFFSET,
     fixed_point,
@@ -126,19 +126,14 @@ def qk_gemm_words(words, starts, down, codes):
     )
 
 
-def block_maximum(scores, m_old):
+def block_start(scores, m_old):
     """The first part of a step of the online softmax with probabilities relative to the block's own maximum.
 
-    scores [T_block, M], m_old [M]. Computation: b = max_t s, m = max(m_old, b), alpha = exp(m_old - m),
-    w = exp(b - m), and z = 0, from where the sum of probabilities starts. Returns b, alpha, w, z, m; m may overwrite
-    m_old.
+    scores [T_block, M], m_old [M]. Returns b, alpha, w of `block_maximum`, 0, from where the sum of probabilities
+    starts, and m, which may overwrite m_old; all [M].
     """
     keys, rows = scores.shape
-    t = te.reduce_axis((0, keys), name="t")
-    block_max = te.compute((rows,), lambda m: te.max(scores[t, m], axis=t), name="block_max")
-    m_new = te.compute((rows,), lambda m: tirx.max(m_old[m], block_max[m]), name="m_new")
-    alpha = te.compute((rows,), lambda m: shifted_exp(m_old[m], m_new[m]), name="alpha")
-    weight = te.compute((rows,), lambda m: shifted_exp(block_max[m], m_new[m]), name="weight")
+    block_max, m_new, alpha, weight = block_maximum(lambda m, t: scores[t, m], keys, m_old)
     start = te.compute((rows,), lambda m: _f32(0.0), name="sum_start")
     m_out = te.compute((rows,), lambda m: m_new[m], name="m_out")
     return block_max, alpha, weight, start, m_out

@@ -97,7 +97,7 @@ def softmax_steps(kv_block: int, rows: int, digits_of) -> SoftmaxSteps:
     """digits_of: function of probabilities [KEYS_PER_DOT, M] to their digits."""
     row = lambda name: te.placeholder((rows,), name=name)  # noqa: E731
     scores = te.placeholder((kv_block, rows), name="scores")
-    maximum = [scores, m_old := row("m_old"), *sp.block_maximum(scores, m_old)]
+    maximum = [scores, m_old := row("m_old"), *sp.block_start(scores, m_old)]
     some = te.placeholder((KEYS_PER_DOT, rows), name="scores")
     ins = some, row("largest"), row("sum_old")
     p, total = sp.block_probabilities(*ins)
