@@ -13,7 +13,7 @@ from .schedules.block_sizes import BlockSizes
 
 # Fields that decide in which order numbers are added. A result must depend neither on the longest entry of a batch nor
 # on the number of threads, so records of one kernel that differ in these alone cannot stand side by side.
-# The rows of a task are among them: the last key that any of them sees decides where blocks of keys become small.
+# The rows of a task are among them: the last key that any of a tile sees decides how many zeros a sum takes.
 ORDER_FIELDS = (
     *("q_block", "kv_block", "lanes"),
     *("decode_rows", "decode_kv_block", "kv_chunk"),

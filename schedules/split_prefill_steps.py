@@ -65,7 +65,7 @@ def tile_qk_for_rows(sch: Schedule, sizes: BlockSizes) -> None:
     t, m = _own_loops(sch, scores, 2)
     digits = int(sch.get(sums).writes[0].source.shape[1])
     rows, keys = int(sch.get(m).extent), int(sch.get(t).extent)
-    vectors = largest_divisor(rows // sizes.lanes, _QK_VECTORS[digits])
+    vectors = rows // sizes.lanes
     key_tile = largest_divisor(keys, sizes.dot_sums // (digits * vectors))
     t_outer, t_inner = sch.split(t, [None, key_tile])
     end_at_last_key(sch, t_outer, keys)
@@ -93,8 +93,6 @@ def _all_operands_stay(sizes: BlockSizes) -> bool:
 
 
 _MANY_SUMS = 24
-# By digits: vectors of rows of a tile. Its sums leave room for 6 words and a broadcast.
-_QK_VECTORS = {1: 3, 2: 3, 3: 2}
 
 
 def softmax_by_rows(sch: Schedule, sizes: BlockSizes) -> None:

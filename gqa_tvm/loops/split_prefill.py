@@ -22,8 +22,8 @@ from .split_rows import stored_rows
 
 # Keys that probabilities and values are taken by.
 KEY_TILE = KEYS_PER_DOT
-# Vectors of rows of a tile, by digits of a query row: one register tile of sums. Its scores stay in the first-level
-# cache from one step to the next.
+# Vectors of rows of a tile, by digits of a query row: those of one register tile, whose sums leave room for 6 words and
+# a broadcast. Its scores stay in the first-level cache from one step to the next.
 _TILE_VECTORS = {1: 3, 2: 3, 3: 2}
 
 
