@@ -17,16 +17,10 @@ _READERS = (
 
 
 def fetch_ahead(sch: Schedule, sizes: BlockSizes) -> None:
-    """Let the products of flash_decode fetch keys and values that come some rows after those that they read.
-
-    float32 rows are read vector by vector in the order of memory, which prefetchers of CPUs follow by themselves.
-    """
+    """Let the products of flash_decode fetch keys and values that come some rows after those that they read."""
     for readers in _READERS:
         block = next(filter(None, (find_block(sch, name) for name in readers)), None)
-        if block is None:
-            continue
-        reads_codes = any(str(region.source.dtype) != "float32" for region in sch.get(block).reads)
-        if sizes.fetch_bytes and reads_codes:
+        if block is not None and sizes.fetch_bytes:
             _mark_loops(sch, block, sizes.fetch_bytes)
 
 

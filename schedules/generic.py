@@ -83,9 +83,9 @@ def _is_padded(sizes: BlockSizes, columns: int) -> bool:
 
 
 def _schedule_few_rows_qk(sch: Schedule, sizes: BlockSizes, row_tile: int, columns: int) -> None:
-    keys = sizes.decode_key_tile(row_tile)
+    keys = sizes.decode_key_tile(row_tile, steps.cache_row_bytes(sch, "dequantize_k"))
     lane_sum = intrinsics.register_lane_sum(row_tile, keys, sizes.lanes)
-    steps.tile_qk_for_lane_sums(sch, sizes, row_tile, lane_sum, _is_padded(sizes, columns))
+    steps.tile_qk_for_lane_sums(sch, sizes, row_tile, keys, lane_sum, _is_padded(sizes, columns))
 
 
 def _schedule_few_rows_softmax(sch: Schedule, sizes: BlockSizes) -> None:

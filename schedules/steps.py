@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import tvm
 from tvm import s_tir
 
 from .block_sizes import BlockSizes, largest_divisor
@@ -76,6 +77,12 @@ def end_elementwise_at_last_key(sch: Schedule, block_names: Sequence[str]) -> No
     for name in block_names:
         block = sch.get_sblock(name)
         end_at_last_key(sch, sch.get_loops(block)[0], int(sch.get(block).writes[0].source.shape[0]))
+
+
+def cache_row_bytes(sch: Schedule, block_name: str) -> int:
+    """Bytes of a cache row [column] that a block decodes."""
+    source = sch.get(sch.get_sblock(block_name)).reads[0].source
+    return int(source.shape[-1]) * tvm.DataType(str(source.dtype)).itemsize
 
 
 def decode_once(sch: Schedule, block_name: str, sizes: BlockSizes) -> None:
@@ -177,12 +184,14 @@ def _is_tile_loop(sch: Schedule, loop) -> bool:
     return str(sch.get(loop).loop_var.name).startswith("ax")
 
 
-def tile_qk_for_lane_sums(sch: Schedule, sizes: BlockSizes, row_tile: int, intrinsic: str, padded: bool) -> None:
-    """Scores [m, t] of few rows: partial sums of row_tile x key_tile pairs in registers, each decoded key vector used
+def tile_qk_for_lane_sums(
+    sch: Schedule, sizes: BlockSizes, row_tile: int, keys: int, intrinsic: str, padded: bool
+) -> None:
+    """Scores [m, t] of few rows: partial sums of row_tile x `keys` pairs in registers, each decoded key vector used
     by all rows, then summed across lanes by the intrinsic."""
     scores, partial = sch.get_sblock("qk"), sch.get_sblock("qk_partial")
     m, t, lane = _own_loops(sch, scores, 3)
-    keys, block = sizes.decode_key_tile(row_tile), int(sch.get(t).extent)
+    block = int(sch.get(t).extent)
     t_outer, t_inner = sch.split(t, [None, keys])
     end_at_last_key(sch, t_outer, block)
     # The intrinsic has no loop for an axis of extent 1: that one stays outside.

@@ -16,7 +16,7 @@ from gqa_tvm.variants import machine_variant
 
 VARIANTS = (
     {"kv_block": 192, "decode_kv_block": 128, "kv_chunk": 256},
-    {"qk_row_vectors": 1, "sv_row_tile": 4, "sv_column_vectors": 1, "decode_sv_unroll": 1, "decode_rows": 5},
+    {"qk_row_vectors": 1, "sv_row_tile": 4, "sv_column_vectors": 1, "decode_sv_unroll": 1, "decode_rows": 5, "key_tile_bytes": 0},
 )
 
 
@@ -42,3 +42,15 @@ def test_other_block_sizes(cache, variant, tmp_path, monkeypatch):
 def test_sizes_that_do_not_divide_are_refused(name, value):
     with pytest.raises(ValueError, match="block sizes"):
         replace(default_block_sizes(family_facts(find_target("x86-avx512"))), **{name: value})
+
+
+@pytest.mark.parametrize("tile_bytes", [0, 256, 1024])
+@pytest.mark.parametrize("row_tile", [1, 2, 3, 7, 16])
+@pytest.mark.parametrize("key_bytes", [32, 128, 192, 512, 1024])
+def test_a_tile_of_keys_is_short_and_fits_the_accumulators(tile_bytes, row_tile, key_bytes):
+    sizes = default_block_sizes(family_facts(find_target("x86-avx512")))
+    keys = replace(sizes, key_tile_bytes=tile_bytes).decode_key_tile(row_tile, key_bytes)
+    assert keys * row_tile <= sizes.decode_accumulators and sizes.decode_kv_block % keys == 0
+    most = max(2, tile_bytes // key_bytes) if tile_bytes else sizes.decode_accumulators
+    assert keys <= most
+    assert 2 * keys > most or 2 * keys * row_tile > sizes.decode_accumulators
