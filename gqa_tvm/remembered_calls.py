@@ -50,6 +50,7 @@ class _Facts(NamedTuple):
     columns: int
     cache_itemsize: int
     output_bytes: int
+    output_numbers: int
     has_past: int
     has_positions: int
     quantized: int
@@ -166,6 +167,7 @@ def _facts(inputs: Inputs, call: AttentionCall, kv_chunk: int, append: int) -> _
         columns=problem.packed_head_size,
         cache_itemsize=problem.cache_dtype.itemsize,
         output_bytes=call.tensors["output"].nbytes,
+        output_numbers=call.tensors["output"].size,
         has_past=int(inputs.past_key is not None),
         has_positions=int(problem.positions is not None),
         quantized=int(call.forms.quantized),

@@ -37,7 +37,7 @@ typedef struct {
 
 /* Of all calls of these forms; as `_Facts` in remembered_calls.py. has_past .. sliding: 0 or 1. */
 typedef struct {
-  int64_t batch, tokens, kv_tokens, kv_heads, columns, cache_itemsize, output_bytes;
+  int64_t batch, tokens, kv_tokens, kv_heads, columns, cache_itemsize, output_bytes, output_numbers;
   int64_t has_past, has_positions, quantized, sliding;
   int64_t rotary_rows; /* of cos_cache, INT64_MAX without */
   int64_t window, kv_chunk, append; /* `append`: address of the kernel */

@@ -130,10 +130,9 @@ static bool run_step(Step* step, int threads) {
   KernelValues append, attention;
   if (facts->kv_tokens) bind_append(step, &append);
   bind_attention(step, &attention);
-  gqa_tvm_set_num_threads(threads);
   /* From here on other threads may reshape the caller's arrays: these are not looked at again. */
   void* thread = PyEval_SaveThread();
-  int error = run_kernels(step, &append, &attention);
+  int error = run_kernels(step, &append, &attention, threads);
   PyEval_RestoreThread(thread);
   if (error != 0) return false;
   if (numbers) release_scratch(step->partial);

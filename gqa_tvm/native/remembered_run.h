@@ -197,11 +197,35 @@ static int call_kernel(int64_t address, const KernelValues* kernel) {
   return ((KernelFunction)(intptr_t)address)(NULL, kernel->values, kernel->count, &result);
 }
 
-static int run_kernels(const Step* step, const KernelValues* append, const KernelValues* attention) {
+/* Numbers of the output times keys that one more thread is worth, some microseconds: it begins with
+ * none of the caller's memory in its cache. A number to append takes as long as ATTENDED of them. */
+enum { WORK_OF_THREAD = 1 << 17, ATTENDED = 8 };
+
+static void use_threads_worth(int64_t work, int most) {
+  const int64_t worth = work / WORK_OF_THREAD;
+  gqa_tvm_set_num_threads(worth >= most ? most : worth > 1 ? (int)worth : 1);
+}
+
+static int append_rows(const Step* step, const KernelValues* kernel, int threads) {
+  const Facts* facts = &step->call->facts;
+  if (facts->kv_tokens == 0) return 0;
+  const int64_t numbers = 2 * facts->batch * facts->kv_tokens * facts->kv_heads * facts->columns;
+  use_threads_worth(ATTENDED * numbers, threads);
+  return call_kernel(facts->append, kernel);
+}
+
+static int attend(const Step* step, const KernelValues* kernel, int threads) {
+  use_threads_worth(step->call->facts.output_numbers * step->longest, threads);
+  return call_kernel(step->choice->address, kernel);
+}
+
+static int run_kernels(const Step* step, const KernelValues* append, const KernelValues* attention,
+                       int threads) {
   copy_caches(step, step->past, true);
-  int error = step->call->facts.kv_tokens ? call_kernel(step->call->facts.append, append) : 0;
-  if (error == 0) error = call_kernel(step->choice->address, attention);
+  int error = append_rows(step, append, threads);
+  if (error == 0) error = attend(step, attention, threads);
   if (error == 0) copy_caches(step, step->present, false);
+  gqa_tvm_set_num_threads(threads);
   return error;
 }
 
