@@ -41,7 +41,7 @@ class GroupQueryAttention:
 
     Attributes are ONNX Runtime's, with its names and defaults (num_heads, kv_num_heads, scale, softcap, do_rotary,
     rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
-    kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (None =
+    kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (at most, None =
     the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
     `.so` that gqa_tvm.build made), precision ("exact": as float32; for quantised caches "balanced": probabilities
     in 16 bits, "fast": query rows too), approximate_qk (INT8 caches with query rows in 8 bits; None = where the

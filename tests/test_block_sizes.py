@@ -16,7 +16,8 @@ from gqa_tvm.variants import machine_variant
 
 VARIANTS = (
     {"kv_block": 192, "decode_kv_block": 128, "kv_chunk": 256},
-    {"qk_row_vectors": 1, "sv_row_tile": 4, "sv_column_vectors": 1, "decode_sv_unroll": 1, "decode_rows": 5, "key_tile_bytes": 0},
+    {"qk_row_vectors": 1, "sv_row_tile": 4, "sv_column_vectors": 1, "decode_sv_unroll": 1, "key_tile_bytes": 0},
+    {"decode_rows": 5},
 )
 
 

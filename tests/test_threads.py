@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
+import pytest
 from operator_calls import make_call
 
 from gqa_tvm import GroupQueryAttention
@@ -51,3 +54,23 @@ def test_idle_workers_cost_nothing():
     before = sum(os.times()[:2])
     time.sleep(0.3)
     assert sum(os.times()[:2]) - before < 0.1
+
+
+def _cpu_ns_of_other_threads() -> int:
+    own = str(threading.get_native_id())
+    tasks = [task for task in Path("/proc/self/task").iterdir() if task.name != own]
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks)
+
+
+@pytest.mark.parametrize("cache", ["f32", "i4"])
+def test_a_small_call_leaves_the_workers_asleep(cache):
+    """One thread is faster there; a call over many keys takes the workers, and the same result."""
+    for total, is_small in ((40, True), (6000, False)):
+        attributes, inputs = make_call(cache, total=total)
+        op = GroupQueryAttention(**attributes, num_threads=3)
+        wanted = op(**inputs).output
+        time.sleep(0.01)
+        before, until = _cpu_ns_of_other_threads(), time.monotonic() + (0.02 if is_small else 10)
+        while _cpu_ns_of_other_threads() == before and time.monotonic() < until:
+            np.testing.assert_array_equal(op(**inputs).output, wanted)
+        assert (_cpu_ns_of_other_threads() == before) == is_small

@@ -198,8 +198,9 @@ static int call_kernel(int64_t address, const KernelValues* kernel) {
 }
 
 /* Numbers of the output times keys that one more thread is worth, some microseconds: it begins with
- * none of the caller's memory in its cache. A number to append takes as long as ATTENDED of them. */
-enum { WORK_OF_THREAD = 1 << 17, ATTENDED = 8 };
+ * none of the caller's memory in its cache. A number to append takes as long as one over so many keys.
+ * The long way, which takes longer than that anyway, keeps all threads. */
+enum { WORK_OF_THREAD = 1 << 17, KEYS_OF_APPEND = 8 };
 
 static void use_threads_worth(int64_t work, int most) {
   const int64_t worth = work / WORK_OF_THREAD;
@@ -210,7 +211,7 @@ static int append_rows(const Step* step, const KernelValues* kernel, int threads
   const Facts* facts = &step->call->facts;
   if (facts->kv_tokens == 0) return 0;
   const int64_t numbers = 2 * facts->batch * facts->kv_tokens * facts->kv_heads * facts->columns;
-  use_threads_worth(ATTENDED * numbers, threads);
+  use_threads_worth(KEYS_OF_APPEND * numbers, threads);
   return call_kernel(facts->append, kernel);
 }
 
