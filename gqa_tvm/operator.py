@@ -41,11 +41,12 @@ class GroupQueryAttention:
 
     Attributes are ONNX Runtime's, with its names and defaults (num_heads, kv_num_heads, scale, softcap, do_rotary,
     rotary_interleaved, local_window_size, smooth_softmax, causal, qk_output, k_quant_type, v_quant_type,
-    kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (at most, None =
-    the cores this process may use), target (name of a variant, None = the best for this CPU), library (path of a
-    `.so` that gqa_tvm.build made), precision ("exact": as float32; for quantised caches "balanced": probabilities
-    in 16 bits, "fast": query rows too), approximate_qk (INT8 caches with query rows in 8 bits; None = where the
-    environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1), kv_layout ("packed": past and present as `kv_layout` has them).
+    kv_cache_bit_width, ...). Own keywords: strategy ("auto", "naive", "flash", "flash_decoding"), num_threads (the most
+    that a call takes, None = the cores this process may use), target (name of a variant, None = the best for this CPU),
+    library (path of a `.so` that gqa_tvm.build made), precision ("exact": as float32; for quantised caches "balanced":
+    probabilities in 16 bits, "fast": query rows too), approximate_qk (INT8 caches with query rows in 8 bits; None =
+    where the environment has ORT_MLAS_QKGEMM_S8_APPROX_VNNI=1), kv_layout ("packed": past and present as `kv_layout`
+    has them).
     precision and approximate_qk are heeded where the CPU has integer dot products.
     Raises InvalidArgument. An instance holds `last_plan` and what it remembers of call signatures: no array, nothing
     that a result depends on.
