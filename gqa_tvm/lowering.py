@@ -18,6 +18,7 @@ from .loops.prefill import flash_prefill
 from .loops.primitives_cache import kv_dequantize, kv_quantize
 from .loops.primitives_gemm import qk_gemm, sv_gemm
 from .passes.fetch_ahead import fetch_ahead
+from .passes.fetch_next_block import fetch_next_block
 from .passes.half import float16_by_integers
 from .passes.messages import short_messages
 from .passes.storage import keep_bound_values, keep_small_buffers_on_stack
@@ -90,6 +91,7 @@ def _passes(target: Target, reuse_storage: bool) -> list:
         s.AnnotateIrregularLoop(),
         s.LowerOpaqueBlock(),
         fetch_ahead(),
+        fetch_next_block(),
         visible_tiles(),
         t.FlattenBuffer(),
         t.NarrowDataType(32),

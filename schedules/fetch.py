@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .block_sizes import BlockSizes
-from .steps import UNROLL_FIRST, VECTORIZED, Schedule, find_block
+from .steps import SERIAL, UNROLL_FIRST, VECTORIZED, Schedule, find_block
 
 # The marks of a loop that reads rows: how many bytes ahead it fetches; and of the loops of its block around it.
 FETCH_AHEAD = "fetch_ahead"
 FETCH_AROUND = "fetch_around"
+# The marks of loops that fetch rows of the next block, by cache: how many keys it has.
+FETCH_NEXT_BLOCK = {"key_cache": "fetch_next_keys", "value_cache": "fetch_next_values"}
 # The blocks that read keys or values in flash_decode, the first that is there: loaded, decoded, or used as they are.
 _READERS = (
     ("load_k", "packed_k", "dequantize_k", "qk_partial_update"),
@@ -22,6 +24,14 @@ def fetch_ahead(sch: Schedule, sizes: BlockSizes) -> None:
         block = next(filter(None, (find_block(sch, name) for name in readers)), None)
         if block is not None and sizes.fetch_bytes:
             _mark_loops(sch, block, sizes.fetch_bytes)
+
+
+def fetch_next_block(sch: Schedule, sizes: BlockSizes) -> None:
+    """Let the products of flash_prefill fetch the keys and values that come after the block's."""
+    for block, cache in (("qk_update", "key_cache"), ("sv_product_update", "value_cache")):
+        if sizes.fetch_bytes:
+            serial = [loop for loop in sch.get_loops(sch.get_sblock(block)) if sch.get(loop).kind == SERIAL]
+            sch.annotate(serial[-1], FETCH_NEXT_BLOCK[cache], sizes.kv_block)
 
 
 def _mark_loops(sch: Schedule, block, fetch_bytes: int) -> None:

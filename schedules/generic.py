@@ -67,6 +67,7 @@ def schedule_flash_prefill(sch: Schedule, sizes: BlockSizes) -> None:
     """Rows as lanes: register tiles for both products, vertical softmax."""
     _schedule_rows_last_task(sch, sizes)
     _schedule_rows_last_block(sch, sizes)
+    fetch.fetch_next_block(sch, sizes)
 
 
 def schedule_naive(sch: Schedule, sizes: BlockSizes) -> None:

@@ -10,8 +10,8 @@ from tvm import s_tir
 from .block_sizes import BlockSizes, largest_divisor
 
 Schedule = s_tir.Schedule
-# The kind of a vectorised loop.
-VECTORIZED = 2
+# The kinds of loops.
+SERIAL, VECTORIZED = 0, 2
 # Marks of loops over the rows of a task and the keys of a block, and the int32 buffers of kernels where they begin and
 # end (`visible_tiles`): the first row that sees a key of the block [1]; the rows of the task [1]; the block's keys that
 # some row sees [1]; those that a row or one before it sees [M].

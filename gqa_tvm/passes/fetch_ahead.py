@@ -9,17 +9,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
 
 from ..schedules.block_sizes import largest_divisor
 from ..schedules.fetch import FETCH_AHEAD, FETCH_AROUND
+from .cache_reads import (
+    LINE_BYTES,
+    at_zero,
+    cache_loads,
+    element_bytes,
+    fetch_line,
+    first_of_lines,
+    is_among,
+    loops_in,
+    nodes_in,
+    variables_in,
+)
 from .functions import function_pass
-
-_LINE_BYTES = 64
-_CACHES = ("key_cache", "value_cache")
 
 
 def fetch_ahead():
@@ -51,7 +59,7 @@ def _loops_around(body) -> dict:
         if FETCH_AHEAD in loop.annotations:
             around[loop.loop_var] = []
         if FETCH_AROUND in loop.annotations:
-            for inner in _loops(loop.body):
+            for inner in loops_in(loop.body):
                 if inner.loop_var in around:
                     around[inner.loop_var].append(loop)
         return loop
@@ -60,23 +68,12 @@ def _loops_around(body) -> dict:
     return around
 
 
-def _loops(body) -> list:
-    loops = []
-
-    def find(loop):
-        loops.append(loop)
-        return loop
-
-    tvm_ffi.structural_map(body, (tirx.For, find))
-    return loops
-
-
 def _with_fetch(loop, around):
     """The body of a loop, and fetches for a later row, once for each line that the loops load.
 
     around: the marked loops around, innermost first.
     """
-    loads = _cache_loads(loop.body)
+    loads = cache_loads(loop.body)
     if not loads:
         # A copy of the loop that sets sums to zero.
         return loop.body
@@ -107,12 +104,12 @@ def _passes_over_rows(load, loops) -> _Passes | None:
     """The passes of marked loops, innermost first, around a load; None if there is one, or loops of another form."""
     row = load.indices[2]
     at = next((i for i, each in enumerate(loops) if each.kind != tirx.ForKind.UNROLLED), None)
-    clamps = _nodes(row, tirx.Min)
+    clamps = nodes_in(row, tirx.Min)
     if at is None or len(clamps) != 1:
         return None
     unrolled, reads, around = loops[:at], loops[at], loops[at + 1 :]
-    rows = [each for each in unrolled if _holds(_variables(row), each.loop_var)]
-    if len(rows) != 1 or any(_holds(_variables(row), each.loop_var) for each in around):
+    rows = [each for each in unrolled if is_among(variables_in(row), each.loop_var)]
+    if len(rows) != 1 or any(is_among(variables_in(row), each.loop_var) for each in around):
         return None
     turn, turns = 0, 1
     for each in around:
@@ -130,10 +127,10 @@ def _fetches_of_next_block(load, passes: _Passes, is_followed) -> list:
     """
     cache, (batch, head, row, _) = load.source, load.indices
     rows, reads = passes.rows, passes.reads
-    begin = _at_zero(row, [reads.loop_var, rows.loop_var])
+    begin = at_zero(row, [reads.loop_var, rows.loop_var])
     own = (passes.turn * int(reads.extent) + reads.loop_var) * passes.share + rows.loop_var
     target, ahead = begin + tirx.Cast("int64", own), cache.strides[2] * passes.block
-    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, target, ahead + c])) for c in _lines(cache)]
+    fetches = [fetch_line(tirx.BufferLoad(cache, [batch, head, target, ahead + c])) for c in first_of_lines(cache)]
     own_share = [rows.loop_var < passes.share, passes.turn < int(rows.extent) // passes.share]
     conditions = [*own_share, is_followed, *(each.loop_var == 0 for each in passes.unrolled)]
     return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches]
@@ -146,18 +143,18 @@ def _fetches(loads, loop, around, condition=None) -> list:
     line, the prefetchers of the CPU become slower themselves.
     """
     cache, (batch, head, row, column) = loads[0].source, loads[0].indices
-    row_bytes, line = int(cache.shape[3]) * _width(cache), _LINE_BYTES // _width(cache)
+    row_bytes, line = int(cache.shape[3]) * element_bytes(cache), LINE_BYTES // element_bytes(cache)
     column, lanes = _first_column(column, loop.body)
-    of_row, of_column = _variables(row), _variables(column)
+    of_row, of_column = variables_in(row), variables_in(column)
     chain = [each.loop_var for each in (loop, *around)]
-    conditions = [variable == 0 for variable in chain if not _holds(of_row + of_column, variable)]
+    conditions = [variable == 0 for variable in chain if not is_among(of_row + of_column, variable)]
     conditions += [] if condition is None else [condition]
     # What is unrolled is one read of several rows and columns.
     reads = [each.loop_var for each in (loop, *around) if each.kind != tirx.ForKind.UNROLLED]
-    innermost_row = next((i for i, variable in enumerate(reads) if _holds(of_row, variable)), len(reads))
-    comes_again = any(_holds(of_column, variable) for variable in reads[innermost_row:])
+    innermost_row = next((i for i, variable in enumerate(reads) if is_among(of_row, variable)), len(reads))
+    comes_again = any(is_among(of_column, variable) for variable in reads[innermost_row:])
     if comes_again or len({str(each.indices[3]) for each in loads}) > 1:
-        fetched = _lines(cache)
+        fetched = first_of_lines(cache)
         conditions.append(column == 0)
     else:
         fetched = [tirx.Cast("int64", column)]
@@ -165,67 +162,13 @@ def _fetches(loads, loop, around, condition=None) -> list:
             conditions.append(tirx.floormod(column, line) == 0)
     # Beyond the row's end: of a row further on, the address would be computed anew for every load.
     ahead = cache.strides[2] * max(1, int(loop.annotations[FETCH_AHEAD]) // row_bytes)
-    fetches = [_fetch(tirx.BufferLoad(cache, [batch, head, row, ahead + c])) for c in fetched]
+    fetches = [fetch_line(tirx.BufferLoad(cache, [batch, head, row, ahead + c])) for c in fetched]
     return [tirx.IfThenElse(tirx.all(*conditions), fetch, None) for fetch in fetches] if conditions else fetches
-
-
-def _width(cache) -> int:
-    """Bytes of an element."""
-    return tvm.DataType(str(cache.dtype)).itemsize
-
-
-def _lines(cache) -> list:
-    """The first column of each line of a row, int64."""
-    return [T.int64(first) for first in range(0, int(cache.shape[3]), _LINE_BYTES // _width(cache))]
 
 
 def _first_column(column, body):
     """The first column of the vector that a body loads, and its lanes."""
     if isinstance(column, tirx.Ramp):
         return column.base, int(column.lanes)
-    inner = _loops(body)
-    return _at_zero(column, [loop.loop_var for loop in inner]), int(inner[0].extent)
-
-
-def _fetch(load):
-    """Ask for a line in the first-level cache; one that does not exist is not an error."""
-    read, first_level, data = T.int32(0), T.int32(3), T.int32(1)
-    return tirx.Evaluate(T.call_llvm_intrin("void", "llvm.prefetch", T.address_of(load), read, first_level, data))
-
-
-def _variables(expression) -> list:
-    return _nodes(expression, tvm.ir.Var)
-
-
-def _nodes(expression, kind) -> list:
-    nodes = []
-
-    def find(node):
-        nodes.append(node)
-        return node
-
-    tvm_ffi.structural_map(expression, (kind, find))
-    return nodes
-
-
-def _holds(variables, variable) -> bool:
-    return any(variable.same_as(each) for each in variables)
-
-
-def _at_zero(expression, variables):
-    def replace(var):
-        return tirx.IntImm(str(var.ty), 0) if _holds(variables, var) else var
-
-    return tvm_ffi.structural_map(expression, (tvm.ir.Var, replace))
-
-
-def _cache_loads(body) -> list:
-    loads = []
-
-    def find(load):
-        if load.source.name in _CACHES:
-            loads.append(load)
-        return load
-
-    tvm_ffi.structural_map(body, (tvm.ir.expr.TensorLoad, find))
-    return loads
+    inner = loops_in(body)
+    return at_zero(column, [loop.loop_var for loop in inner]), int(inner[0].extent)
