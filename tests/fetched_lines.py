@@ -1,6 +1,6 @@
-"""Run as a program: what flash_decode fetches ahead, for every case of standard input.
+"""Run as a program: what flash_decode and flash_prefill fetch ahead, for every case of standard input.
 
-A case is [target, cache, heads per KV head, head size, layout, keys] of a step; its answer: two lists, for keys and
+A case is [target, cache, heads per KV head, head size, layout, keys, new tokens]; its answer: two lists, for keys and
 values: how many bytes after the array's begin a fetch was, in their order.
 """
 
@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from gqa_tvm import GroupQueryAttention
-from gqa_tvm.passes import fetch_ahead
+from gqa_tvm.passes import fetch_ahead, fetch_next_block
 
 _FAR = 1 << 20
 _RECORDER = """
@@ -41,7 +41,7 @@ def _record_instead(load):
     return tirx.Evaluate(tirx.call_extern("int32", "gqa_record_fetch", T.address_of(load)))
 
 
-def _fetched(recorder, target, cache, group, head_size, layout, tokens):
+def _fetched(recorder, target, cache, group, head_size, layout, tokens, new):
     bits = {"i8": 8, "i4": 4}.get(cache, 0)
     kind = "PER_TENSOR" if bits else "NONE"
     options = {"k_quant_type": kind, "v_quant_type": kind, "kv_cache_bit_width": bits} if bits else {}
@@ -59,7 +59,7 @@ def _fetched(recorder, target, cache, group, head_size, layout, tokens):
         for begin, size, shape in zip((_FAR, 3 * _FAR), sizes, shapes, strict=True)
     )
     query_dtype = np.float16 if cache == "f16" else np.float32
-    rows = [np.ones((1, 1, heads * head_size), query_dtype) for heads in (group, 1, 1)]
+    rows = [np.ones((1, new, heads * head_size), query_dtype) for heads in (group, 1, 1)]
     scale = np.ones(1, np.float32)
     extra = {"k_scale": scale, "v_scale": scale} if bits else {}
     lengths = np.array([tokens - 1], np.int32), np.array([tokens], np.int32)
@@ -72,7 +72,7 @@ def _fetched(recorder, target, cache, group, head_size, layout, tokens):
 
 
 def main():
-    fetch_ahead._fetch = _record_instead
+    fetch_ahead.fetch_line = fetch_next_block.fetch_line = _record_instead
     recorder = _recorder()
     print(json.dumps([_fetched(recorder, *case) for case in json.load(sys.stdin)]))
 

@@ -1,7 +1,9 @@
-"""flash_decode asks for every line of the cache some rows before it reads it, once or twice."""
+"""flash_decode asks for every line of the cache some rows before it reads it, once or twice; flash_prefill a block
+before."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -36,6 +38,13 @@ _SEVERAL_PASSES = [
 _CASES = _ONE_PASS + _SEVERAL_PASSES
 # The last keys are far from the end of a block.
 _SHORT = [("x86-avx512-vnni", "i8", 2, 128, "bnsh", 80), ("x86-avx2", "f16", 2, 128, "bnsh", 20)]
+# Prompts: float products read rows as they are, or decode them ahead.
+_PROMPTS = [
+    ("x86-avx512", "f32", 2, 128, "bnsh", _TOKENS, 32),
+    ("x86-avx512", "f16", 2, 128, "bnsh", _TOKENS, 32),
+    ("x86-avx2", "f32", 3, 72, "bnsh", _TOKENS, 40),
+    ("x86-avx2", "i4", 1, 64, "bnsh", _TOKENS, 64),
+]
 _ROW_BYTES = {"i8": 1, "i4": 0.5, "f16": 2, "f32": 4}
 _LINE = 64
 
@@ -44,11 +53,11 @@ _LINE = 64
 def fetched(tmp_path_factory):
     """Case -> offsets of what was fetched of keys and of values; cases whose target does not run here are left out."""
     runs_here = architecture() == "x86-64"
-    cases = [case for case in (*_CASES, *_SHORT) if runs_here and not missing_features(case[0])]
+    cases = [case for case in (*_CASES, *_SHORT, *_PROMPTS) if runs_here and not missing_features(case[0])]
     facts = {"GQA_TVM_FACTS": f"l1_bytes={_L1_BYTES}", "GQA_TVM_CACHE": str(tmp_path_factory.mktemp("cache"))}
     child = subprocess.run(
         [sys.executable, Path(__file__).parent / "fetched_lines.py"],
-        input=json.dumps([(*case, _TOKENS)[:6] for case in cases]),
+        input=json.dumps([(*case, *(_TOKENS, 1)[len(case) - 5 :]) for case in cases]),
         env={**os.environ, **facts},
         capture_output=True,
         text=True,
@@ -99,3 +108,18 @@ def test_loops_over_keys_end_with_the_last_one(fetched, case):
     row_bytes, tokens = int(case[3] * _ROW_BYTES[case[1]]), case[5]
     assert tokens * row_bytes <= len(keys) * _LINE < (tokens + 64) * row_bytes
     assert len(values) * _LINE == tokens * row_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", _PROMPTS, ids=lambda case: "-".join(map(str, case)))
+def test_a_prompt_fetches_every_line_of_the_next_block(fetched, case):
+    """In the order of memory, a few times each; nothing of the first block, nothing beyond the one after the last."""
+    row_bytes = int(case[3] * _ROW_BYTES[case[1]])
+    for own in _offsets(fetched, case):
+        rows = [byte // row_bytes for byte in own]
+        block = min(rows)
+        assert block % 4 == 0 and block <= 96 and max(rows) < (_TOKENS // block + 2) * block
+        followed = _TOKENS // block * block - block
+        assert set(_lines(block, followed - block, row_bytes)) <= set(own)
+        assert sum(a > b for a, b in itertools.pairwise(rows)) <= 2 * _TOKENS // block
+        assert max(own.count(byte) for byte in set(own)) <= 64

@@ -6,6 +6,8 @@ over the iterations of the marked loops and those around them, so that memory wo
 
 from __future__ import annotations
 
+import math
+
 import tvm_ffi
 from tvm import tirx
 from tvm.script import tirx as T
@@ -48,13 +50,14 @@ def _around(loop, of_block) -> list:
 
 def _line_of_iteration(loop, around, count: int):
     """Which of `count` lines an iteration fetches, int64: several in a row the same one if there are more of them."""
-    outer, iterations = 0, int(loop.extent)
+    iteration, iterations = loop.loop_var, int(loop.extent)
     for each in around:
-        outer = outer + each.loop_var * (iterations // int(loop.extent))
+        iteration = iteration + each.loop_var * iterations
         iterations *= int(each.extent)
-    own = max(1, int(loop.extent) * count // iterations)
-    line = outer * own + tirx.truncdiv(loop.loop_var * own, tirx.IntImm(str(loop.loop_var.ty), int(loop.extent)))
-    return tirx.Cast("int64", line)
+    # In the lowest terms, or the division would be left to every iteration.
+    common = math.gcd(count, iterations)
+    divisor = tirx.IntImm(str(loop.loop_var.ty), iterations // common)
+    return tirx.Cast("int64", tirx.truncdiv(iteration * (count // common), divisor))
 
 
 def _fetch(load, begin, keys: int, line):
