@@ -244,6 +244,7 @@ def _documentation() -> list[Workload]:
         *(decode(c, 4096, cold=True) for c in ("f32", "i8", "i4")),
         *(decode(c, 1024, batch=64, ragged=True) for c in ("f32", "i8")),
         *(chunk("i8", tokens, 4096) for tokens in (2, 4, 8, 16)),
+        *(chunk(c, 128, 16384, query=_query_of(c)) for c in ("f32", "f16", "i8", "i4")),
         *_features(),
         *_precisions(),
         *(w for w in _gemms() if w.cache != "i8c"),
@@ -263,6 +264,7 @@ def _scaling() -> list[Workload]:
         *(decode(c, 1024, batch=64, ragged=True) for c in ("f32", "i8")),
         *(decode(c, 4096, cold=True) for c in plain),
         *(chunk("i8", tokens, 4096) for tokens in (4, 16)),
+        *(decode(c, total) for total, c in product((64, 300), plain)),
     ]
 
 

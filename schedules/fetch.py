@@ -42,6 +42,6 @@ def _mark_loops(sch: Schedule, block, fetch_bytes: int) -> None:
         loops.append(loop)
     *around, innermost = loops
     sch.annotate(innermost, FETCH_AHEAD, fetch_bytes)
+    # Loops of one iteration, too: a tuner's trace has the same marks for every extent.
     for loop in around:
-        if int(sch.get(loop).extent) > 1:
-            sch.annotate(loop, FETCH_AROUND, 1)
+        sch.annotate(loop, FETCH_AROUND, 1)

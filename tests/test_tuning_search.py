@@ -38,6 +38,7 @@ KERNELS = (
     ("flash_prefill_f32_f32_h16", 2),
     ("flash_prefill_f32_i4_h48_r32", 4),
     ("flash_decode_f32_f32_h16_r1", 1),
+    ("flash_decode_f16_f16_h16_r1", 1),
     ("flash_decode_f32_i8_h64_r2", 2),
     ("flash_decode_f32_i8_h64_r1", 1),
 )
