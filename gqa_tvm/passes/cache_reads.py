@@ -52,7 +52,7 @@ def is_among(variables, variable) -> bool:
 
 
 def at_zero(expression, variables):
-    """The expression where these variables are 0."""
+    """An expression or a statement where these variables are 0."""
 
     def replace(var):
         return tirx.IntImm(str(var.ty), 0) if is_among(variables, var) else var

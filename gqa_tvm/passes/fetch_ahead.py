@@ -46,6 +46,9 @@ def _fetch_in_function(function):
         else:
             return loop
         marks = {mark: value for mark, value in loop.annotations.items() if mark not in (FETCH_AHEAD, FETCH_AROUND)}
+        if not marks and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) == 1:
+            # Without its mark it had gone before.
+            return at_zero(body, [loop.loop_var])
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, annotations=marks)
 
     return function.with_body(tvm_ffi.structural_map(function.body, (tirx.For, fetch)))
