@@ -60,4 +60,5 @@ def test_prefill_tiles_stay_in_registers(target, products, cache):
     tiles = [loop for loop in multiplying_loops(spec.name, assembly) if loop.products == products]
     assert len(tiles) >= 2
     for tile in tiles:
-        assert tile.stack <= 3 and tile.products > tile.total / 2
+        # Besides the products and their operands: the counter, and the address of a line of the next block.
+        assert tile.stack <= 3 and tile.products > 0.45 * tile.total

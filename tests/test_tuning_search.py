@@ -90,7 +90,7 @@ def test_static_workloads_have_tensors_of_constant_shape_only():
         text = work.module().script()
         assert "TypeVar" not in text and "entries" not in text and "positions" not in text
         dtypes = {str(parameter.dtype) for parameter in work.module()["main"].params}
-        assert dtypes <= {"float32", "int8", "uint8"}
+        assert dtypes <= {"float32", "float16", "int8", "uint8"}
 
 
 def test_sampled_sizes_divide_what_they_split():

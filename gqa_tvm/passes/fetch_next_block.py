@@ -49,7 +49,7 @@ def _around(loop, of_block) -> list:
 
 
 def _line_of_iteration(loop, around, count: int):
-    """Which of `count` lines an iteration fetches, int64: several in a row the same one if there are more of them."""
+    """Which of `count` lines an iteration fetches, int32: several in a row the same one if there are more of them."""
     iteration, iterations = loop.loop_var, int(loop.extent)
     for each in around:
         iteration = iteration + each.loop_var * iterations
@@ -57,13 +57,13 @@ def _line_of_iteration(loop, around, count: int):
     # In the lowest terms, or the division would be left to every iteration.
     common = math.gcd(count, iterations)
     divisor = tirx.IntImm(str(loop.loop_var.ty), iterations // common)
-    return tirx.Cast("int64", tirx.truncdiv(iteration * (count // common), divisor))
+    return tirx.floordiv(iteration * (count // common), divisor)
 
 
 def _fetch(load, begin, keys: int, line):
     """Fetch a line of the `keys` rows that come after the block of `begin`."""
     cache, (batch, head, _, _) = load.source, load.indices
-    lines = T.int64(len(first_of_lines(cache)))
-    row = begin + tirx.truncdiv(line, lines)
-    column = tirx.truncmod(line, lines) * (LINE_BYTES // element_bytes(cache))
+    lines = tirx.IntImm(str(line.ty), len(first_of_lines(cache)))
+    row = begin + tirx.Cast("int64", tirx.floordiv(line, lines))
+    column = tirx.Cast("int64", tirx.floormod(line, lines) * (LINE_BYTES // element_bytes(cache)))
     return fetch_line(tirx.BufferLoad(cache, [batch, head, row, cache.strides[2] * keys + column]))
