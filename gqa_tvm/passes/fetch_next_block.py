@@ -10,7 +10,6 @@ import math
 
 import tvm_ffi
 from tvm import tirx
-from tvm.script import tirx as T
 
 from ..schedules.fetch import FETCH_NEXT_BLOCK
 from .cache_reads import LINE_BYTES, at_zero, cache_loads, element_bytes, fetch_line, first_of_lines, loops_in
