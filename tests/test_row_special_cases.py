@@ -230,6 +230,24 @@ def check_spread(phase: str, j: int, cache: str, **keywords: Any) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cache", FLOAT_STORED)
+@pytest.mark.parametrize("step", ["plain", "window", "shared"])
+def test_values_that_are_not_finite_in_the_last_block_of_a_step(step: str, cache: str, strategy: str) -> None:
+    """All rows of a step see the same keys, to the last one of a block that is not whole, or none before a window."""
+    reached = []
+    for j in (0, 118, 119, 120, 121, 127, 128, 148, 149):
+        attributes, inputs = make_call(cache, total=150)
+        attributes["local_window_size"] = 30 if step == "window" else -1
+        if step == "shared":
+            inputs["key"], inputs["value"] = inputs["key"][:, :0], inputs["value"][:, :0]
+        assert put(inputs, "value", j, np.nan)
+        wanted = expected(attributes, inputs).output
+        assert_same_values(run(attributes, inputs, strategy=strategy).output, wanted)
+        reached.append(bool(np.isnan(wanted).any()))
+    assert reached == [step != "window"] * 3 + [True] * 6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cache", STORED)
 def test_nan_in_the_query_stays_in_its_row_and_head(cache: str, strategy: str) -> None:
     attributes, inputs = make_call(cache, tokens=9, total=150)

@@ -18,7 +18,6 @@ from ..definitions.qk_gemm import qk_gemm_rows_first
 from ..definitions.softmax import block_softmax, online_softmax
 from ..definitions.split_vectors import RowVectors
 from ..definitions.sv_gemm import sv_gemm
-from ..kernel_arguments import ENTRY_TOTAL
 from ..kernels import KernelSpec
 from . import packed_rows, split_signed_rows
 from .arguments import AttentionScalars, buffer_parameter, declare_attention, dimension
@@ -31,7 +30,7 @@ from .rows import (
     fold_scale,
     load_query_row,
 )
-from .score_steps import block_is_visible, process_scores
+from .score_steps import process_scores
 from .splice import alias, make_step, splice, whole
 from .split_rows import SplitRowsForm
 from .visible_values import allocate_value_check, check_values, emit_values
@@ -334,7 +333,6 @@ def flash_decode(spec: KernelSpec, sizes):
                 first_row: T.let = vg * rows_per_task
                 valid: T.let = T.min(total_rows - first_row, T.int64(rows_per_task))
                 active: T.let = (valid + (R - 1)) // R
-                total: T.let = x.entries[vb, ENTRY_TOTAL]
                 describe_rows(rows, active * R, first_row, total_rows, group, vn, x.entries, vb, scalars)
                 clear_state(m, l, acc, active * R)
                 # Chunks count from the first block that is seen: a window has no empty ones before it.
@@ -348,11 +346,11 @@ def flash_decode(spec: KernelSpec, sizes):
                     _split_queries(spec, split, query, active * R, operands)
                 for blk in T.serial(blocks):
                     begin: T.let = (first_block + blk) * BC
-                    last: T.let = total - 1 - begin
+                    last: T.let = rows.limits[3] - 1 - begin
                     block_keys[0] = T.min(rows.limits[3] - begin, BC)
                     keys = T.meta_var(CacheBlock(x.key_cache, vb, vn, begin, last, BC))
                     values = T.meta_var(keys._replace(cache=x.value_cache))
-                    check_values(spec, values, block_is_visible(rows, begin, BC), largest)
+                    check_values(spec, values, rows, largest)
                     for tile in T.serial(T.Cast("int32", active)):
                         tile_row: T.let = tile * R
                         _emit_qk(spec, shape, qk, split, keys, operands, tile, scores, block_keys[0])

@@ -13,7 +13,7 @@ from ..definitions.sv_gemm import sv_gemm
 from ..kernels import KernelSpec
 from .cache_block import CacheBlock, cache_region, decoded_cache, match_cache
 from .rows import fold_scale, load_query_row
-from .score_steps import block_is_visible, process_scores
+from .score_steps import process_scores
 from .splice import alias, make_step, splice, whole
 from .visible_values import allocate_value_check, check_values, emit_values
 
@@ -128,7 +128,7 @@ def emit_sv(spec: KernelSpec, steps: RowsLastSteps, block: CacheBlock, rows, p, 
                 [match_cache(spec, region, block.cache.dtype, block.kv_block), block.last, p, acc, alpha, alias(acc)],
             )
 
-    check_values(spec, block, block_is_visible(rows, block.begin, steps.kv_block), state.largest)
+    check_values(spec, block, rows, state.largest)
     tile = (0, int(acc.shape[0]))
     emit_values(spec, block, state.largest, rows, lambda r, t: p[t, r], acc, alpha, tile, blocked)
 

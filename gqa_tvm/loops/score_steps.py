@@ -78,6 +78,12 @@ def block_is_visible(rows: RowBlock, key_begin, extent: int):
     return tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= key_begin + extent)
 
 
+def rows_see_alike(rows: RowBlock, key_begin, extent: int):
+    """Whether every row of the task sees every key of a block that any of them sees, and none that comes before."""
+    end = tirx.min(rows.limits[3], key_begin + extent)
+    return tirx.all(rows.limits[1] <= key_begin, rows.limits[2] >= end)
+
+
 def process_scores(
     spec: KernelSpec,
     block_scores,

@@ -1,8 +1,9 @@
 """Values that are not finite must not reach a row that does not see them: 0 * NaN is NaN.
 
-SVGemm multiplies whole blocks and relies on the probability 0 of masked keys. In a block that some row does not see
-entirely, and that holds NaN or infinity, the sum goes over the visible keys of each row instead. Quantised caches hold
-finite values only: their kernels have neither the check nor the second form.
+SVGemm multiplies whole blocks and relies on the probability 0 of masked keys; after the last key that a row sees it
+reads that one again. In a block that some row does not see entirely, and that holds NaN or infinity where such a
+probability meets it, the sum goes over the visible keys of each row instead. Quantised caches hold finite values only:
+their kernels have neither the check nor the second form.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from ..definitions.half import magnitude_bits, widen
 from ..kernels import KernelSpec
 from .cache_block import CacheBlock
 from .rows import RowBlock
+from .score_steps import block_is_visible, rows_see_alike
 
 _INFINITY_BITS = 0x7F800000
 
@@ -25,15 +27,19 @@ def allocate_value_check(spec: KernelSpec):
     return T.sblock_alloc_buffer((1,), "int32") if spec.is_float_cache else None
 
 
-def check_values(spec: KernelSpec, block: CacheBlock, all_visible, largest) -> None:
-    """Look for NaN and infinity in a block that some row does not see entirely."""
+def check_values(spec: KernelSpec, block: CacheBlock, rows: RowBlock, largest) -> None:
+    """Look for NaN and infinity in a block that some row does not see entirely: in all its rows up to the last that a
+    row sees, or where the rows see alike, in this one."""
     if largest is None:
         return
     T.buffer_store(largest, T.int32(0), [0])
-    with T.If(tirx.Not(all_visible)):
+    with T.If(tirx.Not(block_is_visible(rows, block.begin, block.kv_block))):
         with T.Then():
-            with T.serial(0, tirx.min(block.last + 1, T.int32(block.kv_block))) as t:
-                row = T.bind(tirx.Cast("int64", block.begin + t))
+            keys = T.bind(tirx.min(block.last + 1, T.int32(block.kv_block)))
+            alike = rows_see_alike(rows, block.begin, block.kv_block)
+            first = T.bind(tirx.Select(alike, keys - 1, T.int32(0)))
+            with T.serial(0, keys - first) as t:
+                row = T.bind(tirx.Cast("int64", block.begin + first + t))
                 with T.serial(0, spec.head_size) as h:
                     bits = magnitude_bits(widen(block.cache[block.b, block.n, row, h], spec.cache))
                     T.buffer_store(largest, tirx.max(largest[0], bits), [0])
