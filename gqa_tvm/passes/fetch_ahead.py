@@ -47,7 +47,7 @@ def _fetch_in_function(function):
             return loop
         marks = {mark: value for mark, value in loop.annotations.items() if mark not in (FETCH_AHEAD, FETCH_AROUND)}
         if not marks and isinstance(loop.extent, tirx.IntImm) and int(loop.extent) == 1:
-            # Without its mark it had gone before.
+            # Without its mark it would have gone before this pass.
             return at_zero(body, [loop.loop_var])
         return tirx.For(loop.loop_var, loop.min, loop.extent, loop.kind, body, annotations=marks)
 
