@@ -71,7 +71,8 @@ class BlockSizes:
     # flash_decode of several rows: vectors of the query that stay in registers for a tile of keys, 0 = products take
     # them from memory
     decode_query_vectors: int = 0
-    # flash_decode fetches cache rows so many bytes ahead of those that it reads, 0 = none
+    # flash_decode fetches cache rows so many bytes ahead of those that it reads; 0 = none, and flash_prefill does not
+    # fetch the next block
     fetch_bytes: int = 0
     # and multiplies keys of at most so many bytes at a time, two at least, 0 = as many as fill the accumulators
     key_tile_bytes: int = 0
